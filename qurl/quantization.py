@@ -112,7 +112,9 @@ class QuantizedTensor(NamedTuple):
 def get_format(dtype: str) -> QuantFormat:
     """The format called ``dtype``; ValueError with the known names if there is none."""
     if dtype not in FORMATS:
-        raise ValueError(f"dtype={dtype!r} is not a quantized format: use one of {', '.join(map(repr, FORMATS))}.")
+        raise ValueError(
+            f"dtype={dtype!r} is not a quantized format: use one of {', '.join(map(repr, FORMATS))}."
+        )
     return FORMATS[dtype]
 
 
@@ -336,7 +338,9 @@ def export_checkpoint(
         config = _read_config(source)
         named_params = _stored_tensors(source)
     if config.get("quantization_config"):
-        raise ValueError(f"model={str(source)!r} is already quantized: start from its full-precision checkpoint.")
+        raise ValueError(
+            f"model={str(source)!r} is already quantized: start from its full-precision checkpoint."
+        )
     if config.get("tie_word_embeddings"):
         # The head of a tied model is its embedding; some checkpoints store it twice.
         named_params = ((name, tensor) for name, tensor in named_params if name != "lm_head.weight")
@@ -365,7 +369,9 @@ def export_checkpoint(
 def _read_config(folder: Path) -> dict:
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"model={str(folder)!r} has no config.json: give the folder of a transformers checkpoint.")
+        raise FileNotFoundError(
+            f"model={str(folder)!r} has no config.json: give the folder of a transformers checkpoint."
+        )
     return json.loads(file.read_text())
 
 
@@ -373,7 +379,9 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a folder's safetensors files, each read when its turn comes."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"model={str(folder)!r} has no *.safetensors file: save the model with save_pretrained.")
+        raise FileNotFoundError(
+            f"model={str(folder)!r} has no *.safetensors file: save the model with save_pretrained."
+        )
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.offset_keys():
@@ -391,7 +399,9 @@ def _known_matrices(named_params: Iterable[tuple[str, torch.Tensor]]) -> Iterato
         yield name, tensor
 
 
-def _save_sharded(named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_bytes: int) -> None:
+def _save_sharded(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_bytes: int
+) -> None:
     """Write safetensors files of at most ``max_shard_bytes`` (or one tensor), with an index if there are several."""
     shards: list[list[str]] = []
     total_bytes = shard_bytes = 0
