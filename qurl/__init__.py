@@ -1,3 +1,31 @@
-"""Reinforcement learning of reasoning models with quantized rollouts."""
+"""Reinforcement learning of reasoning models with quantized rollouts.
+
+The names below are loaded on first use (PEP 562), so that ``import qurl`` stays quick and needs neither torch nor vLLM.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "FORMATS": "qurl.quantization",
+    "quantize": "qurl.quantization",
+    "dequantize": "qurl.quantization",
+    "export_checkpoint": "qurl.quantization",
+    "resolve_model": "qurl.models",
+    "RolloutEngine": "qurl.rollout",
+    "measure_rollout": "qurl.benchmark",
+    "roofline": "qurl.benchmark",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name):
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'qurl' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)
