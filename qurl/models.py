@@ -63,7 +63,7 @@ MODELS = {
         source="repository:data/models/tiny",
         licence="Apache-2.0",
         weights="model.safetensors",
-        sha256="",
+        sha256="d2240f6bd78553d4af4b35815b6bb2347a30dbe11fe09f46d8e370f8acd3e6a4",
     ),
     "smollm2-135m": ModelSource(
         description="SmolLM2-135M-Instruct, pretrained by Hugging Face; Q4_1 weights expanded to BF16",

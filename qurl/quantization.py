@@ -332,6 +332,8 @@ def export_checkpoint(
     if isinstance(model, torch.nn.Module):
         source = Path(model.config.name_or_path) if model.config.name_or_path else None
         config = json.loads(model.config.to_json_string(use_diff=False))
+        # As save_pretrained does: the config of a model in memory need not know either.
+        config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
         named_params = model.named_parameters()
     else:
         source = Path(model)

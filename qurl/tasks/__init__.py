@@ -1,0 +1,1 @@
+"""Problems with gold answers, their prompts and rewards."""
