@@ -1,6 +1,7 @@
 """The ``qurl`` command: the library's functions from a shell.
 
-A mistake of the user ends with one sentence on stderr and exit status 2; ``--traceback`` shows where it was raised.
+A mistake of the user ends with one sentence on stderr and exit status 2; ``--traceback`` shows where
+it arose.
 """
 
 import argparse
@@ -18,7 +19,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; every subcommand sets ``run``, a function of the parsed arguments that returns the exit status."""
+    """The parser; each command sets ``run``, a function of its arguments returning the exit status."""
     parser = _Parser(prog="qurl", description=qurl.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"qurl {qurl.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")

