@@ -1,6 +1,7 @@
 """Reinforcement learning of reasoning models with quantized rollouts.
 
-The names below are loaded on first use (PEP 562), so ``import qurl`` is quick and needs neither torch nor vLLM.
+The names below are loaded on first use (PEP 562), so ``import qurl`` is quick and needs neither torch nor
+vLLM.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """The ``qurl`` command: the library's functions from a shell.
 
-A mistake of the user ends with one sentence on stderr and exit status 2; ``--traceback`` shows where
-it arose.
+A mistake of the user ends with one sentence on stderr and exit status 2; ``--traceback`` shows where it
+arose.
 """
 
 import argparse

