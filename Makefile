@@ -55,9 +55,9 @@ $(STAMP):
 	  ! -exec test -e '{}/RECORD' \; -exec rm -r '{}' +
 	@echo "Installing $(REQUIREMENTS) into $(VENV) (minutes the first time) ..."
 	@torch=$$(grep '^torch==' $(REQUIREMENTS)); \
-	  $(PY) -m pip install --quiet --no-deps $$torch 2>/dev/null || $(PY) -m pip install --quiet --no-deps $(TORCH_INDEX) $$torch
-	@$(PY) -m pip install --quiet --no-deps -r $(REQUIREMENTS)
-	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	  $(PY) -m pip install -qq --no-deps $$torch 2>/dev/null || $(PY) -m pip install -qq --no-deps $(TORCH_INDEX) $$torch
+	@$(PY) -m pip install -qq --no-deps -r $(REQUIREMENTS)
+	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: env  ## the speed-up figure (Fig. 8) on the embedded model, shown in numbers and as a file

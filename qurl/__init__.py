@@ -16,7 +16,6 @@ _HOME = {
     "resolve_model": "qurl.models",
     "RolloutEngine": "qurl.rollout",
     "measure_rollout": "qurl.benchmark",
-    "roofline": "qurl.benchmark",
 }
 
 __all__ = ["__version__", *_HOME]

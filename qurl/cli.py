@@ -7,6 +7,7 @@ arose.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import qurl
 
@@ -28,7 +29,28 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine can do, what is missing and the fix")
     doctor.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser("bench", help="rollout throughput of 8-bit against full precision, in turns")
+    bench.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="of the quantized engine")
+    bench.add_argument("--model", default="smollm2-135m", help="embedded model, folder or hub id")
+    bench.add_argument(
+        "--batch-sizes", type=_counts, default=(8, 64), metavar="N[,N]", help="sequences at once"
+    )
+    bench.add_argument(
+        "--max-tokens", type=_counts, default=(128,), metavar="N[,N]", help="completion lengths"
+    )
+    bench.add_argument("--repeats", type=int, default=3, help="repetitions after the warm-up")
+    bench.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    bench.add_argument("--output", type=Path, metavar="FILE.csv", help="also write every measurement there")
+    bench.set_defaults(run=_bench)
     return parser
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 8,64") from None
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -37,6 +59,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
     checks = diagnose()
     print(to_json(checks) if arguments.json else format_report(checks))
     return 0 if is_usable(checks) else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    output = arguments.output
+    if output and not output.parent.is_dir():
+        raise FileNotFoundError(
+            f"--output {output}: the folder {output.parent} does not exist; create it first."
+        )
+
+    from qurl.benchmark import measure_rollout, speedups, summarize
+
+    rows = measure_rollout(
+        arguments.model,
+        arguments.dtype,
+        batch_sizes=arguments.batch_sizes,
+        max_tokens=arguments.max_tokens,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    if output:
+        rows.to_csv(output, index=False)
+    for table in (summarize(rows), speedups(rows)):
+        print(table.to_string(index=False, float_format="{:.2f}".format), end="\n\n")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
