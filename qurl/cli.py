@@ -81,7 +81,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     )
     if output:
         rows.to_csv(output, index=False)
-    for table in (summarize(rows), speedups(rows)):
+    shown = ["batch_size", "max_tokens", "dtype", "prefill_tokens_per_second", "decode_tokens_per_second"]
+    shown += ["rollout_tokens_per_second", "rollout_seconds", "sync_seconds", "sync_share"]
+    for table in (summarize(rows)[shown], speedups(rows)):
         print(table.to_string(index=False, float_format="{:.2f}".format), end="\n\n")
     return 0
 
