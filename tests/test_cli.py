@@ -70,7 +70,7 @@ def test_doctor_status_says_whether_something_essential_is_missing(capsys, monke
 
 
 def test_bench_passes_its_options_on_and_writes_every_measurement(capsys, monkeypatch, tmp_path):
-    # INT8 decodes 10/5 = 2 times as fast as BF16 in the first repetition, 12/3 = 4 times in the second: median 3.
+    # INT8 decodes 10/5 = 2 times as fast as BF16 in the first repetition, 12/3 = 4 times in the second.
     def measurement(repetition, dtype, decode):
         return {
             "repetition": repetition,
