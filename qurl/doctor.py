@@ -32,7 +32,7 @@ from qurl.models import cache_folder
 # so they are left out of requirements/cpu.txt.
 ABSENT_ON_PURPOSE = ("torchaudio", "torchcodec", "torchvision")
 
-_INSTALL = "run `make env`, which installs the complete pins of requirements/"
+_INSTALL = "run `make -B env`, which installs the complete pins of requirements/"
 _GIB = 2**30
 
 
@@ -459,7 +459,10 @@ def check_dependencies() -> Check:
     problems = [line for line in lines if not is_absent_on_purpose(line)]
     if problems:
         return Check(
-            "dependencies", "warn", "; ".join(problems), f"Bring the versions back in line: {_INSTALL}."
+            "dependencies",
+            "warn",
+            "; ".join(line.rstrip(".") for line in problems),
+            f"Bring the versions back in line: {_INSTALL}.",
         )
     left_out = f" ({', '.join(ABSENT_ON_PURPOSE)} left out on purpose)" if lines else ""
     return Check("dependencies", "ok", f"pip check finds no conflict{left_out}")
