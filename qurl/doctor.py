@@ -231,7 +231,7 @@ def check_gpu() -> Check:
                 "gpu",
                 "missing",
                 "none, but the engine is the build for GPUs",
-                "Run `make env ENGINE=cpu` for an engine on the CPU.",
+                "Run `make env ENGINE=cpu VENV=.venv-cpu` for an engine on the CPU.",
             )
         return Check("gpu", "ok", "none: the engine runs on the CPU")
     value = "; ".join(gpus)

