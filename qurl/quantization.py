@@ -9,22 +9,23 @@ saturates before the cast, because casts above 448 give NaN in some stacks. Ever
 division (a multiplication by 1/scale rounds twice and moves ties), so the codes do not depend on the device.
 The bound that follows for INT8 is ``|W - codes * scale| <= scale / 2``.
 
-The floor at the smallest *normal* number (1.2e-38) gives all-zero rows a positive scale, and keeps the bound for rows so
-small that absmax / levels would be subnormal, which engines flush to zero. No trained row comes near it: rows of 1e-6
-keep all 8 bits.
+The floor at the smallest *normal* number (1.2e-38) gives all-zero rows a positive scale, and keeps the bound for
+rows so small that absmax / levels would be subnormal, which engines flush to zero. No trained row comes near it: rows
+of 1e-6 keep all 8 bits.
 
 Differences from compressed-tensors, whose checkpoint format this is: its own helpers divide by 127.5 and floor scales
 at the eps of the weight's dtype, which loses rows of 1e-6. Only the format is taken from there.
 
 Quantized are the projections of the decoder layers (``PROJECTIONS``). Embeddings, norms, biases and ``lm_head`` stay in
 full precision. The reference, the saved checkpoint and the tensors that a live engine receives all come out of
-``quantize``. Its cost is that of reading the FP32 weight about twice: it works on blocks of rows that stay in the
-processor's cache (``python -m benchmarks.quantize``).
+one function. It works on blocks of rows that stay in the processor's cache, and costs two to four copies of the FP32
+weight (``python -m benchmarks.quantize``).
 
 Source: QuRL (arXiv 2602.13953): W8A8 rollouts, per output channel for weights, per token for activations.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -43,8 +44,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 _QUANTIZED_NAME = re.compile(rf"(^|\.)({'|'.join(PROJECTIONS)})\.weight$")
 _FULL_PRECISION_NAME = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# 4 MiB of FP32: a block, its scaled copy and its codes stay in the last-level cache of current CPUs, and each operation
-# is long enough to hide its launch. Measured on 2 cores: 4 times smaller costs 10-30 % more, unlimited up to 2 times more.
+# 4 MiB of FP32: a block, its scaled copy and its codes stay in the last-level cache of current CPUs, and each
+# operation is long enough to hide its launch. On 2 cores blocks of a quarter of that cost up to 20 % more.
 _CPU_BLOCK_ELEMENTS = 1 << 20
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
@@ -119,12 +120,12 @@ def get_format(dtype: str) -> QuantFormat:
 
 
 def cast_codes(scaled: torch.Tensor, dtype: str, code_bits: int = 8) -> torch.Tensor:
-    """Saturate values that are already divided by their scale, round them half to even, and store them as codes.
+    """Saturate values that are already divided by a scale, round them half to even, and store them as codes.
 
     Parameters
     ----------
     scaled : torch.Tensor
-        FP32, any shape.
+        FP32, any shape and size of values.
     dtype : {"int8", "fp8"}
     code_bits : int
         See `quantize`.
@@ -132,23 +133,38 @@ def cast_codes(scaled: torch.Tensor, dtype: str, code_bits: int = 8) -> torch.Te
     Returns
     -------
     torch.Tensor
-        Codes of the same shape: 448, 464, 1000 all become 448 in FP8.
+        Codes of the same shape: 448, 465 and 1000 all become 448 in FP8.
     """
     fmt = get_format(dtype)
+    levels = fmt.levels(code_bits)
     codes = torch.empty(scaled.shape, dtype=fmt.code_dtype, device=scaled.device)
-    _cast_codes_(scaled.clone(), codes, fmt, fmt.levels(code_bits))
+    _round_into(codes, scaled.clamp(-levels, levels))
     return codes
 
 
-def _cast_codes_(scaled: torch.Tensor, codes: torch.Tensor, fmt: QuantFormat, levels: float) -> None:
-    """`cast_codes` into ``codes``, overwriting ``scaled``."""
-    scaled.clamp_(-levels, levels)
-    if fmt.number_type == "int":
-        scaled.round_()  # half to even; the E4M3 cast rounds that way by itself
+def _round_into(codes: torch.Tensor, scaled: torch.Tensor) -> None:
+    """Store values within the range of ``codes``, rounded half to even; ``scaled`` is overwritten."""
+    if codes.dtype is torch.int8:
+        scaled.round_()  # the cast to integers truncates; the one to E4M3 rounds half to even by itself
     codes.copy_(scaled)
 
 
-@torch.no_grad()
+class _Scratch:
+    """FP32 working memory that is kept from one weight to the next.
+
+    Fresh memory would cost more than the arithmetic: the system clears every page of it first.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def get(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        """Uninitialized, of shape (rows, columns)."""
+        if self._memory.numel() < rows * columns or self._memory.device != device:
+            self._memory = torch.empty(rows * columns, device=device)
+        return self._memory[: rows * columns].view(rows, columns)
+
+
 def quantize(weight: torch.Tensor, dtype: str, code_bits: int = 8, name: str = "weight") -> QuantizedTensor:
     """Quantize a weight symmetrically with one scale per output channel (row).
 
@@ -158,52 +174,62 @@ def quantize(weight: torch.Tensor, dtype: str, code_bits: int = 8, name: str = "
         Shape (out, in), floating point, any device. It is read in FP32; half precision is promoted exactly.
     dtype : {"int8", "fp8"}
     code_bits : int
-        2..8, below 8 only for INT8: the codes are limited to ±(2**(code_bits - 1) - 1) and stored in 8 bits, so the same
-        kernels run with a larger error (the stress setting).
+        2..8, below 8 only for INT8: the codes are limited to ±(2**(code_bits - 1) - 1) and stored in 8 bits,
+        so the same kernels run with a larger error (the stress setting).
     name : str
         What errors call the weight.
 
     Returns
     -------
     QuantizedTensor
-        On the device of ``weight``.
+        On the device of ``weight``, without gradient.
 
     Raises
     ------
     ValueError
-        If ``weight`` is not a non-empty matrix of floating-point numbers, holds NaN or infinity, or has values beyond
-        the FP32 range.
+        If ``weight`` is not a non-empty matrix of floating-point numbers, or holds NaN, infinity or values
+        beyond the FP32 range.
     """
+    return _quantize(weight, dtype, code_bits, name, _Scratch())
+
+
+@torch.no_grad()
+def _quantize(
+    weight: torch.Tensor, dtype: str, code_bits: int, name: str, scratch: _Scratch
+) -> QuantizedTensor:
     fmt = get_format(dtype)
     levels = fmt.levels(code_bits)
     if weight.ndim != 2 or weight.numel() == 0 or not weight.is_floating_point():
         raise ValueError(
-            f"{name} of shape {tuple(weight.shape)} and dtype {weight.dtype} cannot be quantized: a non-empty "
-            "floating-point matrix (out, in) is needed."
+            f"{name} of shape {tuple(weight.shape)} and dtype {weight.dtype} cannot be quantized: "
+            "a non-empty floating-point matrix (out, in) is needed."
         )
     rows, columns = weight.shape
     # An accelerator is faster with one launch per operation over the whole layer.
     block_elements = _CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else weight.numel()
     block_rows = min(rows, max(1, block_elements // columns))
-
+    working = scratch.get(block_rows, columns, weight.device)
     codes = torch.empty((rows, columns), dtype=fmt.code_dtype, device=weight.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=weight.device)
-    scratch = torch.empty((block_rows, columns), dtype=torch.float32, device=weight.device)
     # A tensor, because torch on CUDA turns a division by a number into a multiplication by its reciprocal.
     divisor = torch.tensor(levels, dtype=torch.float32, device=weight.device)
     for start in range(0, rows, block_rows):
-        block = weight[start : start + block_rows].float()
+        block = weight[start : start + block_rows]
         block_scale = scale[start : start + block_rows]
-        scaled = scratch[: len(block)]
-        # amax and amin pass NaN on; two of them are ten times faster than aminmax or an infinity norm over a row.
+        scaled = working[: len(block)]
+        if block.dtype is not torch.float32:
+            block = scaled.copy_(block)
+        # amax and amin pass NaN on; together they are far faster than aminmax or an infinity norm over rows.
         absmax = torch.maximum(block.amax(1, keepdim=True), block.amin(1, keepdim=True).neg_())
         torch.div(absmax, divisor, out=block_scale).clamp_(min=_SMALLEST_SCALE)
+        # A row's quotients exceed `levels` by less than one rounding, which ends at `levels` in both formats:
+        # saturation is exact without a pass of its own.
         torch.div(block, block_scale, out=scaled)
-        _cast_codes_(scaled, codes[start : start + block_rows], fmt, levels)
-    if not torch.isfinite(scale).all():
+        _round_into(codes[start : start + block_rows], scaled)
+    if not math.isfinite(scale.max()):
         raise ValueError(
-            f"{name} holds NaN or infinity and cannot be quantized to {dtype}: look for the training step that "
-            "diverged, or load an intact checkpoint."
+            f"{name} holds NaN or infinity and cannot be quantized to {dtype}: "
+            "look for the training step that diverged, or load an intact checkpoint."
         )
     return QuantizedTensor(codes, scale)
 
@@ -252,7 +278,7 @@ def quantized_named_tensors(
     Yields
     ------
     (str, torch.Tensor)
-        For a projection its ``….weight`` codes, then its ``….weight_scale`` of shape (out, 1); every other pair unchanged.
+        For a projection its ``….weight`` codes, then its ``….weight_scale`` of shape (out, 1); other pairs unchanged.
 
     Raises
     ------
@@ -260,9 +286,10 @@ def quantized_named_tensors(
         When a projection cannot be quantized, with its name; see `quantize`.
     """
     get_format(dtype).levels(code_bits)
+    scratch = _Scratch()
     for name, tensor in named_params:
         if is_quantized_name(name):
-            codes, scale = quantize(tensor, dtype, code_bits, name)
+            codes, scale = _quantize(tensor, dtype, code_bits, name, scratch)
             yield name, codes
             yield name + "_scale", scale
         else:
@@ -300,8 +327,8 @@ def export_checkpoint(
     Parameters
     ----------
     model : transformers.PreTrainedModel or path
-        A causal language model, or the folder of one (config.json and safetensors). Tokenizer files are copied from that
-        folder (for a model: from the folder it was loaded from, if it was).
+        A causal language model, or the folder of one (config.json and safetensors). Tokenizer files are copied from
+        that folder (for a model: from the folder it was loaded from, if it was).
     directory : path
         Where to write: absent or empty. It appears complete or not at all.
     dtype : {"int8", "fp8"}

