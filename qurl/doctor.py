@@ -335,7 +335,7 @@ def linear_kernels() -> dict[str, dict]:
     Returns
     -------
     dict
-        For ``"int8"`` and ``"fp8"``: ``kernel`` (class name or None), ``passed_over`` (why not each kernel
+        For ``"int8"`` and ``"fp8"``: ``kernel`` (its description or class name, or None), ``passed_over`` (why not each kernel
         that vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a
         CPU, measured at 0.3 of BF16 speed).
     """
@@ -375,7 +375,7 @@ def linear_kernels() -> dict[str, dict]:
             passed_over.append(reason.strip().rstrip("."))
         scaled_mm = current_platform.is_cpu() and chosen is linear.ChannelWiseTorchFP8ScaledMMLinearKernel
         selected[dtype] = {
-            "kernel": chosen and chosen.__name__,
+            "kernel": chosen and getattr(chosen, "description", chosen.__name__),
             "passed_over": passed_over,
             "emulated": scaled_mm or bool(getattr(chosen, "emulated", False)),
             "slow": scaled_mm,
