@@ -1,0 +1,445 @@
+"""How much faster rollouts become: measured on this machine, whole rollouts and not decoding alone.
+
+One rollout of a training step is **sync** (quantize the policy's weights and load them into the engine),
+**prefill** (read the prompts) and **decode** (sample the completions). 8-bit codes speed up the last, cost
+something in the first, and what a training step saves is what is left of the sum. So every row holds all
+three, and every speed-up is given for decoding and for the whole rollout, against BF16 and against the faster
+of the full-precision engines (on a CPU without AMX that is FP32).
+
+The engines live side by side in one process and take turns within each repetition, so that a machine that
+warms up or is shared slows all of them alike; speed-ups are formed within a repetition, then summarized by
+median and range.
+
+For machines that are not at hand see ``qurl.roofline``.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+import pydantic
+
+from qurl.models import resolve_model
+from qurl.notebook import IntList, Parameters
+from qurl.roofline import PAPER_RANGE, roofline
+
+__all__ = [
+    "PRESETS",
+    "QuickstartConfig",
+    "SpeedupConfig",
+    "measure_rollout",
+    "rollout_prompts",
+    "roofline",
+    "speedup_claims",
+    "speedups",
+    "summarize",
+]
+
+
+def _each_at_least(least: int) -> pydantic.AfterValidator:
+    def check(values: tuple[int, ...]) -> tuple[int, ...]:
+        if any(value < least for value in values):
+            raise ValueError(f"must hold whole numbers of {least} or more")
+        return values
+
+    return pydantic.AfterValidator(check)
+
+
+QUANTIZED_DTYPES = ("int8", "fp8")
+# Phases of a rollout for which a speed-up is given, with the columns whose seconds they add up.
+PHASES = {
+    "prefill": ("prefill_seconds",),
+    "decode": ("decode_seconds",),
+    "whole rollout": ("sync_seconds", "prefill_seconds", "decode_seconds"),
+}
+_SETTING = ["batch_size", "max_tokens"]
+
+# What each preset measures. `cpu` takes a few minutes on two cores; `paper` is a 7B case of Fig. 8 on one
+# GPU.
+PRESETS = {
+    "smoke": {"model": "tiny", "batch_sizes": (2, 8), "max_tokens": (16,), "repeats": 2},
+    "cpu": {"model": "smollm2-135m", "batch_sizes": (8, 64), "max_tokens": (64,), "repeats": 3},
+    "paper": {
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "batch_sizes": (16, 64, 256),
+        "max_tokens": (1024,),
+        "repeats": 3,
+    },
+}
+
+
+class QuickstartConfig(Parameters):
+    """Parameters of ``notebooks/00_quickstart.ipynb``."""
+
+    model: str = pydantic.Field(examples=["smollm2-135m"])
+    dtype: Literal[QUANTIZED_DTYPES] = pydantic.Field(examples=["int8"])
+    max_tokens: int = pydantic.Field(ge=2, examples=["48"])
+    seed: int = pydantic.Field(ge=0, lt=2**31, examples=["0"])
+
+
+class SpeedupConfig(Parameters):
+    """Parameters of ``pipelines/fig_speedup.ipynb``; what is left empty or 0 comes from the preset."""
+
+    dtype: Literal[QUANTIZED_DTYPES] = pydantic.Field(examples=["int8"])
+    model: str = pydantic.Field(examples=["smollm2-135m"])
+    batch_sizes: Annotated[IntList, _each_at_least(1)] = pydantic.Field(examples=["8,64"])
+    max_tokens: Annotated[IntList, _each_at_least(2)] = pydantic.Field(examples=["64"])
+    repeats: int = pydantic.Field(ge=0, examples=["3"])
+    preset: Literal[tuple(PRESETS)] = pydantic.Field(examples=["cpu"])
+    seed: int = pydantic.Field(ge=0, lt=2**31, examples=["0"])
+    output_dir: str = pydantic.Field(examples=["runs/speedup"])
+
+    def sizes(self) -> dict[str, Any]:
+        """``model, batch_sizes, max_tokens, repeats`` with the preset's values filled in."""
+        preset = PRESETS[self.preset]
+        return {name: getattr(self, name) or default for name, default in preset.items()}
+
+
+_QUESTIONS = (
+    "A shop sells pencils in boxes of {a}. A school buys {b} boxes for {c} classes, in equal parts. "
+    "How many pencils does each class get, and how many are left over?",
+    "The sum of two numbers is {a} and their difference is {b}. What is {c} times the larger one?",
+    "A train leaves at {c} o'clock and travels {a} km at {b} km per hour. When does it arrive?",
+    "Find the remainder when {a} to the power of {c} is divided by {b}.",
+    "A rectangle has a perimeter of {a} cm and one side of {b} cm. What is its area in square centimetres?",
+    "What is the probability that a number drawn from 1 to {a} is a multiple of {c} but not of {b}?",
+    "Solve for x: {c}x + {b} = {a}. Write the answer as a fraction in lowest terms.",
+    "A tank holds {a} litres. One pipe fills {b} litres per minute, another drains {c}. When is it full?",
+)
+
+
+def rollout_prompts(tokenizer, count: int, seed: int = 0) -> list[list[int]]:
+    """Ids of ``count`` different math questions, rendered by the model's chat template.
+
+    A model without a chat template gets the plain questions. (``tiny`` knows few of their letters, which does
+    not matter for its speed.)
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase
+    count : int
+    seed : int
+
+    Returns
+    -------
+    list of list of int
+    """
+    generator = random.Random(seed)
+    # Drawn without replacement, so that no two prompts are equal and no prompt is served from another one's
+    # cache.
+    firsts = generator.sample(range(1000, 10000), count)
+    prompts = []
+    for index, a in enumerate(firsts):
+        b, c = generator.randrange(100, 1000), generator.randrange(2, 10)
+        question = _QUESTIONS[index % len(_QUESTIONS)].format(a=a, b=b, c=c)
+        if tokenizer.chat_template is None:
+            prompts.append(tokenizer.encode(question))
+            continue
+        # The template writes the start token itself: rendering to ids in one go never adds a second one.
+        prompts.append(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+            )
+        )
+    return prompts
+
+
+def measure_rollout(
+    model: str = "smollm2-135m",
+    dtype: str = "int8",
+    *,
+    batch_sizes: Sequence[int] = (8, 64),
+    max_tokens: int | Sequence[int] = 128,
+    repeats: int = 3,
+    seed: int = 0,
+    baselines: Sequence[str] | None = None,
+    report: Callable[[str], None] | None = None,
+    **engine_options,
+) -> pd.DataFrame:
+    """Time rollouts of a quantized engine and of the full-precision ones, in turns.
+
+    Each measurement syncs the weights (which also empties the prefix cache), samples one token per prompt,
+    syncs again and samples ``max_tokens`` per prompt, never ending early: the first is the prefill, the
+    difference the decoding of the other ``max_tokens - 1``. All shapes are run once before anything is timed.
+
+    Parameters
+    ----------
+    model : str
+        Anything that ``qurl.models.resolve_model`` accepts.
+    dtype : {"int8", "fp8"}
+        Of the quantized engine.
+    batch_sizes : sequence of int
+        Sequences sampled at once, each from its own prompt.
+    max_tokens : int or sequence of int
+        Completion lengths, 2 or more.
+    repeats : int
+        Repetitions after the warm-up.
+    seed : int
+        Of prompts and sampling.
+    baselines : sequence of str, optional
+        Full-precision engines. Default: BF16, and FP32 on a CPU.
+    report : callable, optional
+        Called with one line of progress after each measurement.
+    **engine_options
+        Passed on to every ``RolloutEngine``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per repetition, batch size, completion length and engine dtype. Times in seconds:
+        ``sync_seconds`` (= ``quantize_seconds`` + ``load_seconds`` + checks), ``prefill_seconds``,
+        ``decode_seconds``, ``rollout_seconds`` (the sum of the three). Tokens per second:
+        ``prefill_tokens_per_second`` (prompt tokens), ``decode_tokens_per_second`` and
+        ``rollout_tokens_per_second`` (sampled tokens, over decoding and over the whole rollout). ``model,
+        parameters, hardware, device, linear_kernel, emulated`` say what ran; ``attrs["engines"]`` holds the
+        full description of each engine, versions included.
+
+    Raises
+    ------
+    ValueError
+        If ``dtype`` is unknown, a size is too small, or no baseline is left.
+
+    Notes ----- The policy that is synced is a full-precision copy of the checkpoint on the engine's device,
+    as in training on one device.
+    """
+    lengths = [max_tokens] if isinstance(max_tokens, int) else list(max_tokens)
+    batch_sizes = list(batch_sizes)
+    if dtype not in QUANTIZED_DTYPES:
+        raise ValueError(
+            f"dtype={dtype!r} is not a quantized dtype: use one of {', '.join(map(repr, QUANTIZED_DTYPES))}."
+        )
+    for name, values, least in (
+        ("batch_sizes", batch_sizes, 1),
+        ("max_tokens", lengths, 2),
+        ("repeats", [repeats], 1),
+    ):
+        if not values or min(values) < least:
+            raise ValueError(f"{name}={values} is not possible: use whole numbers of {least} or more.")
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qurl.rollout import RolloutEngine
+
+    if baselines is None:
+        baselines = ("bf16",) if torch.cuda.is_available() else ("bf16", "fp32")
+    if not baselines:
+        raise ValueError("baselines=() leaves nothing to compare with: name 'bf16', 'fp32' or both.")
+    say = report or (lambda line: None)
+    folder = resolve_model(model)
+    prompts = rollout_prompts(AutoTokenizer.from_pretrained(folder), max(batch_sizes), seed)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if torch.cuda.is_available():
+        policy.to("cuda")
+        # vLLM claims a share of the whole GPU for each engine; the policy and CUDA's own memory need the
+        # rest.
+        engine_options.setdefault("gpu_memory_utilization", 0.8 / (1 + len(baselines)))
+
+    options = {
+        "max_num_seqs": max(batch_sizes),
+        "max_model_len": max(map(len, prompts)) + max(lengths),
+        "seed": seed,
+        **engine_options,
+    }
+    rows = []
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name in (*baselines, dtype):
+            started = time.perf_counter()
+            engines[name] = stack.enter_context(RolloutEngine(model, dtype=name, **options))
+            engines[name].sync(policy.named_parameters())
+            for batch_size in batch_sizes:
+                engines[name].generate(prompts[:batch_size], max_tokens=2, ignore_eos=True)
+            say(f"{name} engine started and warmed up in {time.perf_counter() - started:.0f} s")
+
+        rounds = [(r, b, t) for r in range(repeats) for b in batch_sizes for t in lengths]
+        total = len(rounds) * len(engines)
+        started = time.perf_counter()
+        for repetition, batch_size, length in rounds:
+            # Each engine goes first in turn: whoever follows a long run finds a warmer machine.
+            order = list(engines)[repetition % len(engines) :] + list(engines)[: repetition % len(engines)]
+            for name in order:
+                row = {
+                    "repetition": repetition,
+                    "batch_size": batch_size,
+                    "max_tokens": length,
+                    "dtype": name,
+                }
+                row |= _one_rollout(engines[name], policy, prompts[:batch_size], length)
+                rows.append(row)
+                left = (time.perf_counter() - started) * (total / len(rows) - 1)
+                say(
+                    f"[{len(rows)}/{total}] {name}, batch {batch_size}, {length} tokens: "
+                    f"sync {row['sync_seconds']:.2f} s, prefill {row['prefill_seconds']:.2f} s, "
+                    f"decode {row['decode_seconds']:.2f} s ({row['decode_tokens_per_second']:.0f} tokens/s); "
+                    f"about {left:.0f} s left"
+                )
+        descriptions = {name: dict(engine.description) for name, engine in engines.items()}
+
+    shown = ["parameters", "hardware", "device", "linear_kernel", "emulated"]
+    about = pd.DataFrame.from_dict(descriptions, orient="index").reindex(columns=shown)
+    frame = pd.DataFrame(rows).join(about, on="dtype")
+    frame.insert(0, "model", model)
+    frame.attrs["engines"] = descriptions
+    return frame
+
+
+def _one_rollout(engine, policy, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    """Seconds and rates of one rollout; each part after a sync, so that no prompt is in the prefix cache."""
+    engine.sync(policy.named_parameters())
+    first = engine.generate(prompts, max_tokens=1, ignore_eos=True)
+    sync = engine.sync(policy.named_parameters())
+    full = engine.generate(prompts, max_tokens=max_tokens, ignore_eos=True)
+    # A difference of two short times can come out negative by chance: not a number then, rather than a rate.
+    decode_seconds = full.seconds - first.seconds if full.seconds > first.seconds else float("nan")
+    return {
+        "quantize_seconds": sync.quantize_seconds,
+        "load_seconds": sync.load_seconds,
+        "sync_seconds": sync.seconds,
+        "prefill_seconds": first.seconds,
+        "decode_seconds": decode_seconds,
+        "rollout_seconds": sync.seconds + full.seconds,
+        "prompt_tokens": full.prompt_tokens,
+        "completion_tokens": full.completion_tokens,
+        "prefill_tokens_per_second": first.prompt_tokens / first.seconds,
+        "decode_tokens_per_second": len(prompts) * (max_tokens - 1) / decode_seconds,
+        "rollout_tokens_per_second": full.completion_tokens / (sync.seconds + full.seconds),
+    }
+
+
+def summarize(rows: pd.DataFrame) -> pd.DataFrame:
+    """Medians over the repetitions, one row per batch size, completion length and engine dtype.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        From ``measure_rollout``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Median seconds of sync, prefill, decoding and the whole rollout; tokens per second of each, with the
+        lowest and highest of the decoding and of the whole rollout; ``sync_share`` of the whole rollout's
+        time.
+    """
+    groups = rows.groupby([*_SETTING, "dtype"], sort=False)
+    columns = [c for c in rows.columns if c.endswith(("_seconds", "_per_second"))]
+    table = groups[columns].median()
+    for column in ("decode_tokens_per_second", "rollout_tokens_per_second"):
+        table[f"{column}_low"] = groups[column].min()
+        table[f"{column}_high"] = groups[column].max()
+    table["sync_share"] = (
+        (rows["sync_seconds"] / rows["rollout_seconds"])
+        .groupby([rows[c] for c in (*_SETTING, "dtype")], sort=False)
+        .median()
+    )
+    return table.reset_index()
+
+
+def speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many times faster the quantized engine is, per phase and baseline.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        From ``measure_rollout``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per batch size, completion length, quantized dtype, phase ("prefill", "decode", "whole
+        rollout") and baseline: ``speedup`` is the median over the repetitions of the baseline's seconds over
+        the quantized engine's in the same repetition, ``low`` and ``high`` its range. ``baseline`` names a
+        full-precision dtype; ``fastest`` is True for the one of least median seconds in that phase, setting
+        by setting.
+    """
+    result = []
+    for setting, group in rows.groupby(_SETTING, sort=False):
+        for phase, columns in PHASES.items():
+            seconds = group.assign(total=group[list(columns)].sum(axis=1)).pivot(
+                index="repetition", columns="dtype", values="total"
+            )
+            baselines = [name for name in seconds.columns if name not in QUANTIZED_DTYPES]
+            fastest = seconds[baselines].median().idxmin()
+            for dtype in seconds.columns.difference(baselines):
+                for baseline in baselines:
+                    ratios = seconds[baseline] / seconds[dtype]
+                    result.append(
+                        dict(zip(_SETTING, setting, strict=True))
+                        | {
+                            "dtype": dtype,
+                            "phase": phase,
+                            "baseline": baseline,
+                            "fastest": baseline == fastest,
+                            "speedup": ratios.median(),
+                            "low": ratios.min(),
+                            "high": ratios.max(),
+                        }
+                    )
+    return pd.DataFrame(result)
+
+
+def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
+    """The paper's claims about rollout speed beside what was measured.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        From ``measure_rollout``.
+    preset : str
+
+    Returns
+    -------
+    list of dict
+        ``claim``, ``paper`` and ``ours`` (text), ``verdict``: "reproduced", "not reproduced" or "not testable
+        with this preset"; ``reason``. The first claim is judged on the whole rollout (sync, prefill and
+        decode) at the largest batch and longest completion, against BF16 as in the paper; the second against
+        the fastest full-precision engine.
+    """
+    table = speedups(rows)
+    largest = table[_SETTING].max()
+    whole = table[(table[_SETTING] == largest).all(axis=1) & (table["phase"] == "whole rollout")]
+    dtype = whole["dtype"].iloc[0]
+    engine = rows[rows["dtype"] == dtype].iloc[0]
+    low, high = PAPER_RANGE
+    setting = f"batch {largest['batch_size']}, {largest['max_tokens']} tokens"
+
+    def judged(claim: str, row: pd.Series) -> dict[str, Any]:
+        ours = f"{row.speedup:.2f} times {row.baseline} ({row.low:.2f} to {row.high:.2f}), {setting}"
+        if preset == "smoke":
+            verdict, reason = (
+                "not testable with this preset",
+                "the model is too small for its linears to matter",
+            )
+        elif engine["emulated"]:
+            verdict = "not testable with this preset"
+            reason = (
+                f"this machine has no {dtype} units: its kernel ({engine['linear_kernel']}) emulates them"
+            )
+        elif row.speedup >= low:
+            beyond = ", more than the paper's range" if row.speedup > high else ""
+            verdict, reason = (
+                "reproduced",
+                f"on {engine['hardware']} with {engine['parameters'] / 1e6:.0f}M weights{beyond}",
+            )
+        else:
+            verdict, reason = "not reproduced", f"less than {low} times, on {engine['hardware']}"
+        return {
+            "claim": claim,
+            "paper": f"{low} to {high} times BF16",
+            "ours": ours,
+            "verdict": verdict,
+            "reason": reason,
+        }
+
+    claims = []
+    bf16 = whole[whole["baseline"] == "bf16"]
+    if len(bf16):
+        claims.append(judged(f"{dtype} rollouts are 20 to 80 % faster than BF16 (Fig. 8)", bf16.iloc[0]))
+    fastest = whole[whole["fastest"]].iloc[0]
+    if fastest["baseline"] != "bf16":
+        claims.append(judged("the same against this machine's fastest full-precision engine", fastest))
+    return claims
