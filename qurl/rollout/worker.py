@@ -1,0 +1,164 @@
+"""What runs inside vLLM's worker: loading a policy's weights into the live model, and looking at what it holds.
+
+vLLM mixes `RolloutWorker` into its worker class (``worker_extension_cls``), in this process and in servers alike, and calls
+its methods through ``collective_rpc``.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from vllm.platforms import current_platform
+
+
+def kernel_of(layer: torch.nn.Module):
+    """vLLM's quantized linear kernel of a layer, or None for a layer in full precision."""
+    scheme = getattr(layer, "scheme", None)
+    return getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+
+
+def codes_and_scale(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (out, in) and FP32 scale (out, 1) that a quantized layer multiplies with, whichever way its kernel packs them.
+
+    Raises
+    ------
+    TypeError
+        If the kernel keeps its weights in a form that cannot be read back.
+    """
+    kernel = kernel_of(layer)
+    if hasattr(kernel, "codes_and_scale"):
+        return kernel.codes_and_scale()
+    if not isinstance(layer.weight, torch.Tensor):
+        raise TypeError(f"{type(kernel).__name__} does not give its codes back")
+    # vLLM's other kernels keep a (in, out) view of the (out, in) codes.
+    return layer.weight.t(), layer.weight_scale.reshape(-1, 1)
+
+
+class RolloutWorker:
+    """Methods added to vLLM's worker. ``self.model_runner`` is vLLM's."""
+
+    def qurl_use_fast_sampler(self) -> None:
+        """Draw tokens by inversion (`qurl.rollout.sampling`) from now on; nothing changes off the CPU."""
+        if current_platform.is_cpu():
+            from qurl.rollout.sampling import InversionSampler
+
+            sampler = self.model_runner.sampler
+            sampler.topk_topp_sampler = InversionSampler(sampler.logprobs_mode)
+
+    def qurl_load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors named and shaped as in a checkpoint of the engine's format into the live model.
+
+        This is vLLM's layer-wise reload, which keeps the addresses that captured graphs read from. A failure half-way
+        leaves a mixture of old and new weights in a model that can be loaded again.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner = self.model_runner
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(runner.model_config.dtype)  # kernels are prepared for the default dtype
+        try:
+            runner.reload_weights(weights_iterator=named_tensors)
+            self._qurl_refresh_tied_head()
+        except BaseException:
+            for module in runner.get_model().modules():
+                _forget_partial_load(module)
+            finalize_layerwise_reload(runner.get_model(), runner.model_config)
+            raise
+        finally:
+            torch.set_default_dtype(default_dtype)
+
+    def _qurl_refresh_tied_head(self) -> None:
+        """Prepare the output head again where it shares the embedding's weight.
+
+        The reload writes that weight through the embedding and passes the head over, whose CPU kernel multiplies with a
+        packed copy made when the engine started.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        modules = list(self.model_runner.get_model().modules())
+        heads = [m for m in modules if isinstance(m, ParallelLMHead)]
+        embedded = {m.weight.data_ptr() for m in modules if type(m) is VocabParallelEmbedding}
+        for head in heads:
+            if head.weight.data_ptr() in embedded:
+                head.quant_method.process_weights_after_loading(head)
+
+    def qurl_linear_layers(self) -> dict[str, str | None]:
+        """Kernel class name of every linear layer by module name; None where the weights are in full precision."""
+        return {
+            name: type(kernel).__name__ if (kernel := kernel_of(layer)) else None
+            for name, layer in self._qurl_linears()
+        }
+
+    def qurl_kernel(self) -> dict:
+        """Name of the quantized linear kernel, and whether it emulates a number format that this machine lacks."""
+        kernels = [kernel for _, layer in self._qurl_linears() if (kernel := kernel_of(layer))]
+        if not kernels:
+            return {"linear_kernel": "full precision", "emulated": False}
+        kernel = kernels[0]
+        return {
+            "linear_kernel": getattr(kernel, "description", type(kernel).__name__),
+            "emulated": bool(getattr(kernel, "emulated", False)),
+        }
+
+    def qurl_bad_scales(self) -> list[str]:
+        """Names of the quantized layers with a scale that is not finite and positive."""
+        bad = []
+        for name, layer in self._qurl_linears():
+            if kernel_of(layer) is not None:
+                scale = layer.weight_scale
+                if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                    bad.append(name)
+        return bad
+
+    def qurl_mismatched(self, sent: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
+        """Which of the sent projections (name → codes, scale) the live model does not hold bit for bit."""
+        wrong = []
+        for name, (codes, scale) in sent.items():
+            layer, rows = self._qurl_find(name)
+            live_codes, live_scale = codes_and_scale(layer)
+            same_codes = torch.equal(_bits(live_codes[rows]).cpu(), _bits(codes).cpu())
+            if not (same_codes and torch.equal(live_scale[rows].float().cpu(), scale.float().cpu())):
+                wrong.append(name)
+        return wrong
+
+    def qurl_codes_and_scale(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (out, in) and scale (out, 1) of the projection called ``name`` in the checkpoint, read from the live model."""
+        layer, rows = self._qurl_find(name)
+        codes, scale = codes_and_scale(layer)
+        return codes[rows].cpu().clone(), scale[rows].float().cpu().clone()
+
+    def _qurl_linears(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        for name, module in self.model_runner.get_model().named_modules():
+            if isinstance(module, LinearBase):
+                yield name, module
+
+    def _qurl_find(self, name: str) -> tuple[torch.nn.Module, slice]:
+        """The live layer that holds a checkpoint's projection, and its rows there: q, k and v share one layer, as do gate and up."""
+        model = self.model_runner.get_model()
+        module_name = re.sub(r"\.weight$", "", name)
+        parent, _, leaf = module_name.rpartition(".")
+        for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+            if leaf in parts and len(parts) > 1:
+                layer = model.get_submodule(f"{parent}.{fused}")
+                index, widths = parts.index(leaf), layer.logical_widths
+                start = sum(widths[:index])
+                return layer, slice(start, start + widths[index])
+        return model.get_submodule(module_name), slice(None)
+
+
+def _bits(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as bytes: FP8 tensors have no comparison."""
+    return codes.contiguous().view(torch.uint8)
+
+
+def _forget_partial_load(module: torch.nn.Module) -> None:
+    """Let a layer whose load was cut off take its old tensors back, instead of being processed half-filled."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(module)
+    if info.can_load():
+        info.loaded_weights.clear()
+        info.load_numel = 0
+
