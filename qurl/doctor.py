@@ -335,9 +335,9 @@ def linear_kernels() -> dict[str, dict]:
     Returns
     -------
     dict
-        For ``"int8"`` and ``"fp8"``: ``kernel`` (its description or class name, or None), ``passed_over`` (why not each kernel
-        that vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow`` (``torch._scaled_mm`` on a
-        CPU, measured at 0.3 of BF16 speed).
+        For ``"int8"`` and ``"fp8"``: ``kernel`` (its description or class name, or None), ``passed_over``
+        (why not each kernel that vLLM would prefer), ``emulated`` (no FP8 units are used), ``slow``
+        (``torch._scaled_mm`` on a CPU, measured at 0.3 of BF16 speed).
     """
     import torch
     import vllm.model_executor.kernels.linear as linear
