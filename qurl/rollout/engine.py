@@ -198,7 +198,7 @@ class RolloutEngine:
 
             self.on_cpu = current_platform.is_cpu()
             if kernels == "vllm" and dtype == "int8" and self.on_cpu:
-                raise ValueError(
+                raise RolloutError(
                     "kernels='vllm' with dtype='int8' cannot be synced on a CPU, where vLLM's INT8 kernel breaks when "
                     "weights are reloaded: use kernels='qurl'."
                 )
@@ -215,6 +215,7 @@ class RolloutEngine:
                 dtype=str(FULL_PRECISION[compute_dtype]).removeprefix("torch."),
                 load_format="dummy",
                 hf_overrides=overrides,
+                skip_tokenizer_init=True,  # token ids in, token ids out
                 max_model_len=self.max_model_len,
                 max_num_seqs=max_num_seqs,
                 seed=seed,
@@ -227,7 +228,7 @@ class RolloutEngine:
                 **memory,
             )
             if kernels == "qurl":
-                self._call("qurl_use_fast_sampler")
+                self._call("qurl_use_fast_ops")
         if load_weights:
             self.load_checkpoint(self.path)
 
@@ -282,7 +283,7 @@ class RolloutEngine:
         start = time.perf_counter()
         stream = _SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes)
         try:
-            with self._logged("sync"):
+            with self._logged("sync", ValueError):
                 self._call("qurl_load_weights", stream)
                 loaded = time.perf_counter()
                 self._check_complete(stream.names)
@@ -443,12 +444,12 @@ class RolloutEngine:
         return self._llm.collective_rpc(method, args=arguments)[0]
 
     @contextlib.contextmanager
-    def _logged(self, doing: str) -> Iterator[None]:
-        """Keep the engine's output in its log, and point there when vLLM fails."""
+    def _logged(self, doing: str, *expected: type[Exception]) -> Iterator[None]:
+        """Keep the engine's output in its log, and point there when vLLM fails in a way that is not ``expected``."""
         try:
             with output_to(self.log_path):
                 yield
-        except (ValueError, RolloutError, KeyboardInterrupt):
+        except (RolloutError, *expected):
             raise
         except Exception as error:
             raise RolloutError(

@@ -46,7 +46,7 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
     target = uniform * cumulative[:, -1]
     index = torch.searchsorted(cumulative, target[:, None], right=True)
     # uniform * total may round up to the total: the last weight that is not zero is meant.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:])
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     index = torch.minimum(index, last)
     width = weights.gather(1, index).double()
     start = cumulative.gather(1, index) - width

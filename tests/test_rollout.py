@@ -1,0 +1,315 @@
+"""The engine against independent references: a fresh vLLM that loaded an exported checkpoint, and transformers."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from qurl.quantization import export_checkpoint, is_quantized_name, quantize
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'qurl[cpu]'")
+from qurl.rollout import RolloutEngine, RolloutError  # noqa: E402
+from qurl.rollout.engine import _environment  # noqa: E402
+from qurl.rollout.log import output_to  # noqa: E402
+
+LENGTH = 320
+SHAPE = dict(
+    hidden_size=128,
+    intermediate_size=320,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=515,  # no multiple of a kernel's block
+    max_position_embeddings=512,
+    eos_token_id=[2, 7],
+    bos_token_id=1,
+)
+# Tied head and no biases; untied head and biases on q, k and v.
+ARCHITECTURES = {
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "qwen2-untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False)),
+}
+PROMPTS = [[1, 5, 9, 200, 33], [1, 400], [1] + list(range(10, 270))]
+
+
+def random_policy(architecture: str, seed: int):
+    """A policy whose every parameter (norms and biases too) depends on ``seed``, and whose outputs are not uniform."""
+    torch.manual_seed(seed)
+    model = ARCHITECTURES[architecture]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif parameter.ndim == 1:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.3 if "embed" in name else 0.12))
+    return model.to(torch.bfloat16).eval()
+
+
+def greedy(engine):
+    rollouts = engine.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+    return rollouts.completion_ids, rollouts.logps
+
+
+def greedy_of_fresh_vllm(folder, dtype, log):
+    """A new engine with none of ours between the checkpoint and the weights: vLLM's own loader."""
+    from vllm import LLM, SamplingParams
+
+    with output_to(log), _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        llm = LLM(
+            str(folder),
+            dtype="float32" if dtype == "fp32" else "bfloat16",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=LENGTH,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=1 << 26,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="qurl.rollout.worker.RolloutWorker",
+        )
+        llm.collective_rpc("qurl_use_fast_ops")  # the same arithmetic around the products
+        parameters = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
+        llm.llm_engine.engine_core.shutdown()
+    ids = [list(output.outputs[0].token_ids) for output in outputs]
+    logps = [
+        [position[token].logprob for token, position in zip(row, output.outputs[0].logprobs, strict=True)]
+        for row, output in zip(ids, outputs, strict=True)
+    ]
+    return ids, logps
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    """Per architecture the folder of W0, and W0 and W1 in memory."""
+    made = {}
+    for architecture in ARCHITECTURES:
+        w0, w1 = random_policy(architecture, 0), random_policy(architecture, 1)
+        folder = tmp_path_factory.mktemp(architecture)
+        w0.save_pretrained(folder)
+        made[architecture] = folder, w0, w1
+    return made
+
+
+@pytest.fixture(scope="module")
+def int8_engine(policies):
+    with RolloutEngine(
+        policies["qwen2-untied"][0], "int8", max_model_len=LENGTH, max_num_seqs=8, track_codes=True
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp32"])
+def test_synced_engine_equals_a_fresh_one(policies, dtype, architecture, tmp_path):
+    """Cases E01, E02: W0 → W1 → W0, with a prompt of several cache blocks that stays cached between the syncs."""
+    folder, w0, w1 = policies[architecture]
+    with RolloutEngine(folder, dtype, max_model_len=LENGTH, max_num_seqs=64) as engine:
+        first = greedy(engine)
+        assert greedy(engine) == first  # now from the prefix cache
+        report = engine.sync(w1.named_parameters())
+        second = greedy(engine)
+        if dtype in ("int8", "fp8"):
+            assert (report.quantized_layers, report.full_precision_layers) == (8, 0)
+            for name, weight in w1.named_parameters():
+                if is_quantized_name(name):
+                    codes, scale = engine.codes_and_scale(name)
+                    expected = quantize(weight, dtype)
+                    assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8)), name
+                    assert torch.equal(scale, expected.scale), name
+        engine.sync(w0.named_parameters())
+        third = greedy(engine)
+    assert third == first
+    assert second[0] != first[0]
+
+    fresh = tmp_path / "w1"
+    if dtype in ("int8", "fp8"):
+        export_checkpoint(w1, fresh, dtype)
+    else:
+        w1.save_pretrained(fresh)
+    assert greedy_of_fresh_vllm(fresh, dtype, tmp_path / "log") == second
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_transformers_after_temperature(policies, temperature):
+    """Case E06: the engine's log-probs of what it sampled, against FP32 transformers on the very same ids (case E08)."""
+    folder, *_ = policies["llama-tied"]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with RolloutEngine(folder, "fp32", max_model_len=LENGTH, max_num_seqs=8) as engine:
+        rollouts = engine.generate(PROMPTS, n=2, max_tokens=12, temperature=temperature)
+        scored = engine.score(PROMPTS)
+    prompts = [ids for ids in PROMPTS for _ in range(2)]
+    assert len(rollouts.completion_ids) == 6
+    for prompt, completion, logps in zip(prompts, rollouts.completion_ids, rollouts.logps, strict=True):
+        ids = torch.tensor([prompt + completion])
+        with torch.no_grad():
+            logits = reference(ids).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logps), expected, atol=2e-4, rtol=0)
+    for prompt, logps in zip(PROMPTS, scored, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logps), expected, atol=2e-4, rtol=0)
+
+
+def test_a_failed_sync_is_never_sampled_from(policies, int8_engine):
+    """A weight that is not finite in the middle of a sync, then missing parameters; each time a good sync mends it."""
+    _, w0, w1 = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    before = greedy(int8_engine)
+
+    broken = copy.deepcopy(w1)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with torch.no_grad():
+        broken.get_parameter(name)[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=name):
+        int8_engine.sync(broken.named_parameters())
+    with pytest.raises(RolloutError, match="refuses to generate.*sync again"):
+        int8_engine.generate(PROMPTS)
+    int8_engine.sync(w0.named_parameters())
+    assert greedy(int8_engine) == before
+
+    incomplete = [(n, p) for n, p in w1.named_parameters() if "layers.0.mlp.up_proj" not in n]
+    with pytest.raises(RolloutError, match=r"left out 1 parameters \(model.layers.0.mlp.up_proj.weight"):
+        int8_engine.sync(incomplete)
+    with pytest.raises(RolloutError, match="refuses"):
+        int8_engine.score(PROMPTS)
+
+    def dies_half_way():
+        yield from list(w1.named_parameters())[:9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        int8_engine.sync(dies_half_way())
+    with pytest.raises(RolloutError, match="refuses"):
+        int8_engine.generate(PROMPTS)
+    int8_engine.sync(w0.named_parameters())
+    assert greedy(int8_engine) == before
+
+
+def test_the_check_after_a_sync_finds_wrong_weights(policies, int8_engine):
+    """Codes flipped, and scales spoiled, behind the engine's back."""
+    _, w0, w1 = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    name = "model.layers.0.self_attn.v_proj.weight"
+    right = quantize(w0.get_parameter(name), "int8")
+    assert int8_engine._call("qurl_mismatched", {name: right}) == []
+    codes = right.codes.clone()
+    codes[7, 7] ^= 1
+    assert int8_engine._call("qurl_mismatched", {name: (codes, right.scale)}) == [name]
+    other = quantize(w1.get_parameter(name), "int8")
+    assert int8_engine._call("qurl_mismatched", {name: (right.codes, other.scale)}) == [name]
+
+
+def test_share_of_codes_changed(policies, int8_engine):
+    _, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    moved = copy.deepcopy(w0)
+    weight = moved.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    with torch.no_grad():
+        weight[:64] = -weight[:64]
+    nonzero = (quantize(weight[:64], "int8").codes != 0).sum().item()
+    total = sum(p.numel() for n, p in w0.named_parameters() if is_quantized_name(n))
+    assert int8_engine.sync(moved.named_parameters()).codes_changed == pytest.approx(nonzero / total)
+    assert int8_engine.sync(moved.named_parameters()).codes_changed == 0
+
+
+def test_completions_stop_at_every_end_token(policies, int8_engine):
+    _, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    rollouts = int8_engine.generate([[1, 5]] * 300, max_tokens=200, temperature=3.0)
+    ends = {ids[-1] for ids, why in zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True) if why == "stop"}
+    assert ends == {2, 7}
+    assert not any({2, 7} & set(ids[:-1]) for ids in rollouts.completion_ids)
+    assert all(
+        len(ids) == len(logps) for ids, logps in zip(rollouts.completion_ids, rollouts.logps, strict=True)
+    )
+    assert rollouts.completion_tokens == sum(map(len, rollouts.completion_ids))
+
+
+def test_the_engines_seed_decides_the_samples(policies):
+    folder, *_ = policies["llama-tied"]
+
+    def sampled(seed):
+        with RolloutEngine(folder, "bf16", max_model_len=64, max_num_seqs=4, seed=seed) as engine:
+            return engine.generate([[1, 5]] * 4, max_tokens=16).completion_ids
+
+    first = sampled(1)
+    assert sampled(1) == first
+    assert sampled(2) != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (dict(dtype="fp4"), "dtype='fp4' is not possible: use one of 'bf16', 'fp32', 'int8', 'fp8'"),
+        (dict(dtype="fp8", code_bits=4), "code_bits=4 is not possible with dtype='fp8'"),
+        (dict(dtype="bf16", code_bits=4), "full precision and takes neither"),
+        (dict(dtype="int8", code_bits=9), "code_bits=9"),
+        (dict(max_num_seqs=0), "max_num_seqs=0 is not possible"),
+        (dict(max_model_len=1.5), "max_model_len=1.5 is not possible"),
+        (dict(max_model_len=10**6), "max_model_len=1000000 exceeds what"),
+        (dict(kernels="mine"), "kernels='mine' is not possible"),
+        (dict(compute_dtype="fp64"), "compute_dtype='fp64' is not possible"),
+    ],
+)
+def test_impossible_engines_are_refused_before_vllm_starts(policies, arguments, sentence, monkeypatch):
+    monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
+    with pytest.raises(ValueError, match=sentence):
+        RolloutEngine(policies["llama-tied"][0], **arguments)
+
+
+def test_quantized_and_sparse_models_are_refused(policies, tmp_path):
+    export_checkpoint(policies["llama-tied"][1], tmp_path / "int8", "int8")
+    with pytest.raises(ValueError, match="already quantized"):
+        RolloutEngine(tmp_path / "int8")
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text('{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}')
+    with pytest.raises(ValueError, match="MixtralForCausalLM is not supported"):
+        RolloutEngine(tmp_path / "moe")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "sentence"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, 515]], {}, "outside 0..514"),
+        ([[-1]], {}, "outside 0..514"),
+        ([[1] * 300], dict(max_tokens=100), "exceed max_model_len=320"),
+        ([[1]], dict(max_tokens=0), "max_tokens=0"),
+        ([[1]], dict(n=0), "n=0"),
+        ([[1]], dict(temperature=-1.0), "temperature=-1.0"),
+        ([[1]], dict(temperature=float("nan")), "temperature=nan"),
+    ],
+)
+def test_impossible_requests_are_refused(policies, int8_engine, prompts, arguments, sentence):
+    int8_engine.sync(policies["qwen2-untied"][1].named_parameters())
+    with pytest.raises(ValueError, match=sentence):
+        int8_engine.generate(prompts, **arguments)
+    assert int8_engine.generate([]).completion_ids == []
+
+
+def test_start_up_noise_goes_to_the_log(policies, capfd):
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    with RolloutEngine(policies["llama-tied"][0], "bf16", max_model_len=64, max_num_seqs=2) as engine:
+        engine.generate([[1, 5]], max_tokens=2)
+        log = engine.log_path.read_text()
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+    assert "KV cache" in log
+
+
+def test_a_closed_engine_refuses(policies):
+    engine = RolloutEngine(policies["llama-tied"][0], "bf16", max_model_len=64, max_num_seqs=2, load_weights=False)
+    with pytest.raises(RolloutError, match="no weights yet: call sync first"):
+        engine.generate([[1]])
+    engine.close()
+    engine.close()
+    for use in (lambda: engine.generate([[1]]), lambda: engine.sync([]), lambda: engine.description):
+        with pytest.raises(RolloutError, match="closed"):
+            use()
