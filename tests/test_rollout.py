@@ -10,29 +10,29 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from qurl.quantization import export_checkpoint, is_quantized_name, quantize
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'qurl[cpu]'")
-from qurl.rollout import RolloutEngine, RolloutError  # noqa: E402
-from qurl.rollout.engine import _environment  # noqa: E402
-from qurl.rollout.log import output_to  # noqa: E402
+from qurl.rollout import RolloutEngine, RolloutError
+from qurl.rollout.engine import _environment
+from qurl.rollout.log import output_to
 
 LENGTH = 320
-SHAPE = dict(
-    hidden_size=128,
-    intermediate_size=320,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=515,  # no multiple of a kernel's block
-    max_position_embeddings=512,
-    eos_token_id=[2, 7],
-    bos_token_id=1,
-)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 515,  # no multiple of a kernel's block
+    "max_position_embeddings": 512,
+    "eos_token_id": [2, 7],
+    "bos_token_id": 1,
+}
 # Tied head and no biases; untied head and biases on q, k and v.
 ARCHITECTURES = {
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "qwen2-untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False)),
 }
-PROMPTS = [[1, 5, 9, 200, 33], [1, 400], [1] + list(range(10, 270))]
+PROMPTS = [[1, 5, 9, 200, 33], [1, 400], [1, *list(range(10, 270))]]
 
 
 def random_policy(architecture: str, seed: int):
@@ -72,7 +72,9 @@ def greedy_of_fresh_vllm(folder, dtype, log):
             worker_extension_cls="qurl.rollout.worker.RolloutWorker",
         )
         llm.collective_rpc("qurl_use_fast_ops")  # the same arithmetic around the products
-        parameters = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False)
+        parameters = SamplingParams(
+            max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False
+        )
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
         llm.llm_engine.engine_core.shutdown()
     ids = [list(output.outputs[0].token_ids) for output in outputs]
@@ -136,7 +138,7 @@ def test_synced_engine_equals_a_fresh_one(policies, dtype, architecture, tmp_pat
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_transformers_after_temperature(policies, temperature):
-    """Case E06: the engine's log-probs of what it sampled, against FP32 transformers on the very same ids (case E08)."""
+    """Cases E06, E08: the engine's log-probs of its samples, against FP32 transformers on the very same ids."""
     folder, *_ = policies["llama-tied"]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with RolloutEngine(folder, "fp32", max_model_len=LENGTH, max_num_seqs=8) as engine:
@@ -169,7 +171,7 @@ def test_a_failed_sync_is_never_sampled_from(policies, int8_engine):
         broken.get_parameter(name)[3, 5] = float("nan")
     with pytest.raises(ValueError, match=name):
         int8_engine.sync(broken.named_parameters())
-    with pytest.raises(RolloutError, match="refuses to generate.*sync again"):
+    with pytest.raises(RolloutError, match=r"refuses to generate.*sync again"):
         int8_engine.generate(PROMPTS)
     int8_engine.sync(w0.named_parameters())
     assert greedy(int8_engine) == before
@@ -223,7 +225,11 @@ def test_completions_stop_at_every_end_token(policies, int8_engine):
     _, w0, _ = policies["qwen2-untied"]
     int8_engine.sync(w0.named_parameters())
     rollouts = int8_engine.generate([[1, 5]] * 300, max_tokens=200, temperature=3.0)
-    ends = {ids[-1] for ids, why in zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True) if why == "stop"}
+    ends = {
+        ids[-1]
+        for ids, why in zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True)
+        if why == "stop"
+    }
     assert ends == {2, 7}
     assert not any({2, 7} & set(ids[:-1]) for ids in rollouts.completion_ids)
     assert all(
@@ -247,15 +253,15 @@ def test_the_engines_seed_decides_the_samples(policies):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (dict(dtype="fp4"), "dtype='fp4' is not possible: use one of 'bf16', 'fp32', 'int8', 'fp8'"),
-        (dict(dtype="fp8", code_bits=4), "code_bits=4 is not possible with dtype='fp8'"),
-        (dict(dtype="bf16", code_bits=4), "full precision and takes neither"),
-        (dict(dtype="int8", code_bits=9), "code_bits=9"),
-        (dict(max_num_seqs=0), "max_num_seqs=0 is not possible"),
-        (dict(max_model_len=1.5), "max_model_len=1.5 is not possible"),
-        (dict(max_model_len=10**6), "max_model_len=1000000 exceeds what"),
-        (dict(kernels="mine"), "kernels='mine' is not possible"),
-        (dict(compute_dtype="fp64"), "compute_dtype='fp64' is not possible"),
+        ({"dtype": "fp4"}, "dtype='fp4' is not possible: use one of 'bf16', 'fp32', 'int8', 'fp8'"),
+        ({"dtype": "fp8", "code_bits": 4}, "code_bits=4 is not possible with dtype='fp8'"),
+        ({"dtype": "bf16", "code_bits": 4}, "full precision and takes neither"),
+        ({"dtype": "int8", "code_bits": 9}, "code_bits=9"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible"),
+        ({"max_model_len": 1.5}, "max_model_len=1.5 is not possible"),
+        ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds what"),
+        ({"kernels": "mine"}, "kernels='mine' is not possible"),
+        ({"compute_dtype": "fp64"}, "compute_dtype='fp64' is not possible"),
     ],
 )
 def test_impossible_engines_are_refused_before_vllm_starts(policies, arguments, sentence, monkeypatch):
@@ -269,7 +275,9 @@ def test_quantized_and_sparse_models_are_refused(policies, tmp_path):
     with pytest.raises(ValueError, match="already quantized"):
         RolloutEngine(tmp_path / "int8")
     (tmp_path / "moe").mkdir()
-    (tmp_path / "moe" / "config.json").write_text('{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}')
+    (tmp_path / "moe" / "config.json").write_text(
+        '{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}'
+    )
     with pytest.raises(ValueError, match="MixtralForCausalLM is not supported"):
         RolloutEngine(tmp_path / "moe")
 
@@ -280,11 +288,11 @@ def test_quantized_and_sparse_models_are_refused(policies, tmp_path):
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1, 515]], {}, "outside 0..514"),
         ([[-1]], {}, "outside 0..514"),
-        ([[1] * 300], dict(max_tokens=100), "exceed max_model_len=320"),
-        ([[1]], dict(max_tokens=0), "max_tokens=0"),
-        ([[1]], dict(n=0), "n=0"),
-        ([[1]], dict(temperature=-1.0), "temperature=-1.0"),
-        ([[1]], dict(temperature=float("nan")), "temperature=nan"),
+        ([[1] * 300], {"max_tokens": 100}, "exceed max_model_len=320"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0"),
+        ([[1]], {"n": 0}, "n=0"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan"),
     ],
 )
 def test_impossible_requests_are_refused(policies, int8_engine, prompts, arguments, sentence):
@@ -305,7 +313,9 @@ def test_start_up_noise_goes_to_the_log(policies, capfd):
 
 
 def test_a_closed_engine_refuses(policies):
-    engine = RolloutEngine(policies["llama-tied"][0], "bf16", max_model_len=64, max_num_seqs=2, load_weights=False)
+    engine = RolloutEngine(
+        policies["llama-tied"][0], "bf16", max_model_len=64, max_num_seqs=2, load_weights=False
+    )
     with pytest.raises(RolloutError, match="no weights yet: call sync first"):
         engine.generate([[1]])
     engine.close()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'qurl[cpu]'")
-from qurl.rollout.sampling import BLOCK, sample_by_inversion  # noqa: E402
+from qurl.rollout.sampling import BLOCK, sample_by_inversion
 
 
 def intervals(probs: np.ndarray, uniform: np.ndarray) -> np.ndarray:
@@ -51,4 +51,6 @@ def test_frequencies_follow_the_probabilities():
         counts += torch.bincount(sample_by_inversion(probs.expand(len(part), -1), part), minlength=600)
     expected = draws * probs
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert abs(chi_square - 599) < 5 * (2 * 599) ** 0.5  # mean and 5 standard deviations of chi² with 599 degrees
+    assert (
+        abs(chi_square - 599) < 5 * (2 * 599) ** 0.5
+    )  # mean and 5 standard deviations of chi² with 599 degrees

@@ -8,7 +8,7 @@ import importlib
 _PUBLIC = {
     "RolloutEngine": "engine",
     "Rollouts": "engine",
-    "SyncReport": "engine",
+    "SyncReport": "sync",
     "RolloutError": "engine",
 }
 

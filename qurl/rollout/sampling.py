@@ -1,8 +1,8 @@
 """Drawing tokens on a CPU with one random number per sequence instead of one per entry of the vocabulary.
 
-vLLM draws by the exponential trick: argmax(p_v / E_v) over the vocabulary, E_v ~ Exp(1), so 49,152 random numbers for one
-token of SmolLM2. That is a quarter of an INT8 decode step (``docs/log.md``). Inversion needs a single uniform number: the
-token is the first whose cumulative probability exceeds it. The distribution is the same; only the random stream differs.
+vLLM draws by the exponential trick: argmax(p_v / E_v) over the vocabulary, E_v ~ Exp(1), so 49,152 random numbers for
+one token of SmolLM2: a quarter of an INT8 decode step (``docs/log.md``). Inversion needs a single uniform number: the
+token is the first whose cumulative probability exceeds it. The distribution is the same, the random stream is not.
 """
 
 import torch
@@ -41,7 +41,7 @@ def sample_by_inversion(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
 
 
 def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index (B,) of the weight whose cumulative interval holds ``uniform``, and where in that interval it lies, in [0, 1)."""
+    """Index (B,) of the weight whose cumulative interval holds ``uniform``, and where in it that lies, in [0, 1)."""
     cumulative = weights.cumsum(1, dtype=torch.float64)
     target = uniform * cumulative[:, -1]
     index = torch.searchsorted(cumulative, target[:, None], right=True)
@@ -55,7 +55,7 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
 
 
 class InversionSampler(TopKTopPSampler):
-    """vLLM's sampler on a CPU, drawing by `sample_by_inversion` where neither top-k, top-p nor a seed per request is asked for."""
+    """vLLM's sampler on a CPU, drawing by inversion where neither top-k, top-p nor a seed per request is asked for."""
 
     def forward_cpu(self, logits, generators, k, p):
         """Replaces the stock method: same arguments, same return (token ids (B,), processed logits or log-probs)."""

@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker: loading a policy's weights into the live model, and looking at what it holds.
 
-vLLM mixes `RolloutWorker` into its worker class (``worker_extension_cls``), in this process and in servers alike, and calls
-its methods through ``collective_rpc``.
+vLLM mixes `RolloutWorker` into its worker class (``worker_extension_cls``), in this process and in servers alike, and
+calls its methods through ``collective_rpc``.
 """
 
 import functools
@@ -19,7 +19,7 @@ def kernel_of(layer: torch.nn.Module):
 
 
 def codes_and_scale(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (out, in) and FP32 scale (out, 1) that a quantized layer multiplies with, whichever way its kernel packs them.
+    """Codes (out, in) and FP32 scale (out, 1) that a quantized layer multiplies with, however its kernel packs them.
 
     Raises
     ------
@@ -52,7 +52,8 @@ class RolloutWorker:
         """On a CPU, take the operations around the products from compiled code; on a GPU vLLM does so itself.
 
         Tokens are drawn by inversion (`qurl.rollout.sampling`). Norms run in vLLM's own fused CPU operator, which its
-        eager mode leaves aside for about ten torch operations. (Its fused SwiGLU is three times slower than torch's two.) Only this engine's objects change.
+        eager mode leaves aside for about ten torch operations. (Its fused SwiGLU is three times slower than torch's
+        two.) Only this engine's objects change.
         """
         if not current_platform.is_cpu():
             return
@@ -143,7 +144,7 @@ class RolloutWorker:
         return wrong
 
     def qurl_codes_and_scale(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (out, in) and scale (out, 1) of the projection called ``name`` in the checkpoint, read from the live model."""
+        """Codes (out, in) and scale (out, 1) of the checkpoint's projection ``name``, read from the live model."""
         layer, rows = self._qurl_find(name)
         codes, scale = codes_and_scale(layer)
         return codes[rows].cpu().clone(), scale[rows].float().cpu().clone()
@@ -156,7 +157,7 @@ class RolloutWorker:
                 yield name, module
 
     def _qurl_find(self, name: str) -> tuple[torch.nn.Module, slice]:
-        """The live layer that holds a checkpoint's projection, and its rows there: q, k and v share one layer, as do gate and up."""
+        """The live layer with a checkpoint's projection, and its rows there: q, k, v share a layer, and gate and up."""
         model = self.model_runner.get_model()
         module_name = re.sub(r"\.weight$", "", name)
         parent, _, leaf = module_name.rpartition(".")
@@ -182,4 +183,3 @@ def _forget_partial_load(module: torch.nn.Module) -> None:
     if info.can_load():
         info.loaded_weights.clear()
         info.load_numel = 0
-

@@ -1,0 +1,138 @@
+"""What a sync sends: a policy's parameters on their way into the engine, and the checkpoint they may come from."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from qurl.quantization import FORMATS, is_quantized_name, quantized_named_tensors
+
+# Projections whose codes are compared bit for bit after a sync; which ones changes from sync to sync.
+CHECKED_PROJECTIONS = 4
+
+
+# Its own generator: a sync must not touch the random streams of the training.
+_reservoir = random.Random(0)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did.
+
+    Attributes
+    ----------
+    seconds : float
+        All of it, the check and the reset of the prefix cache included.
+    quantize_seconds, load_seconds, check_seconds : float
+        Computing codes and scales (and whatever the parameter iterator does); handing them to vLLM; checking.
+    bytes : int
+        Handed to vLLM: codes, scales and the full-precision tensors.
+    quantized_layers, full_precision_layers : int
+        Linear layers of the live model by what their kernel multiplies with; fused layers (q/k/v, gate/up) count once.
+    codes_changed : float or None
+        Share of the codes that differ from the sync before; None for the first, or without ``track_codes``.
+    """
+
+    seconds: float
+    quantize_seconds: float
+    load_seconds: float
+    check_seconds: float
+    bytes: int
+    quantized_layers: int
+    full_precision_layers: int
+    codes_changed: float | None
+
+
+class SentTensors:
+    """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes."""
+
+    def __init__(self, named_params, dtype: str, code_bits: int, previous_codes: dict | None):
+        self._source = iter(
+            quantized_named_tensors(named_params, dtype, code_bits) if dtype in FORMATS else named_params
+        )
+        self._previous_codes = previous_codes
+        self._had_codes = bool(previous_codes)
+        self._changed = self._codes = 0
+        self._pending: tuple[str, torch.Tensor] | None = None
+        self._projections = 0
+        self._quantized = dtype in FORMATS
+        self.names: set[str] = set()
+        self.sample: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.bytes, self.seconds = 0, 0.0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        start = time.perf_counter()
+        try:
+            name, tensor = next(self._source)
+            self.names.add(name)
+            self.bytes += tensor.nbytes
+            if self._quantized and is_quantized_name(name):
+                self._pending = name, tensor
+                self._count_changes(name, tensor)
+            elif self._pending and name == self._pending[0] + "_scale":
+                self._keep(*self._pending, tensor)
+        finally:
+            self.seconds += time.perf_counter() - start
+        return name, tensor
+
+    @property
+    def codes_changed(self) -> float | None:
+        return self._changed / self._codes if self._had_codes and self._codes else None
+
+    def _keep(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Reservoir sampling: one pass keeps a uniform sample, and every projection is checked sooner or later."""
+        self._projections += 1
+        if len(self.sample) < CHECKED_PROJECTIONS:
+            self.sample[name] = codes, scale
+        elif _reservoir.random() < CHECKED_PROJECTIONS / self._projections:
+            del self.sample[_reservoir.choice(list(self.sample))]
+            self.sample[name] = codes, scale
+
+    def _count_changes(self, name: str, codes: torch.Tensor) -> None:
+        if self._previous_codes is None:
+            return
+        now = codes.view(torch.uint8).cpu()
+        before = self._previous_codes.get(name)
+        if before is not None:
+            self._changed += int((now != before).sum())
+            self._codes += now.numel()
+        self._previous_codes[name] = now.clone()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} holds no .safetensors file: save the model with save_pretrained, or pass load_weights=False."
+        )
+    return files
+
+
+def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def checkpoint_names(folder: Path) -> Iterator[str]:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            yield from tensors.keys()
+
+
+def parameter_count(folder: Path) -> int:
+    total = 0
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                shape = tensors.get_slice(name).get_shape()
+                total += torch.Size(shape).numel()
+    return total
