@@ -128,9 +128,8 @@ def rollout_prompts(tokenizer, count: int, seed: int = 0) -> list[list[int]]:
     list of list of int
     """
     generator = random.Random(seed)
-    # Drawn without replacement, so that no two prompts are equal and no prompt is served from another one's
-    # cache.
-    firsts = generator.sample(range(1000, 10000), count)
+    # No two prompts are equal, so that none is served from another one's cache.
+    firsts = generator.sample(range(1000, 10000), 9000)[:count]
     prompts = []
     for index, a in enumerate(firsts):
         b, c = generator.randrange(100, 1000), generator.randrange(2, 10)

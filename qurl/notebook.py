@@ -264,10 +264,12 @@ def save_results(folder: Path, name: str, figure, table, result: dict[str, Any],
     }
     paths = {}
     for file, write in writers.items():
-        partial = folder / f".{file}.partial"
-        write(partial)
-        paths[file] = folder / file
-        os.replace(partial, paths[file])
+        partial, paths[file] = folder / f".{file}.partial", folder / file
+        try:
+            write(partial)
+            os.replace(partial, paths[file])
+        finally:
+            partial.unlink(missing_ok=True)
     return paths
 
 

@@ -1,0 +1,276 @@
+"""Rollout benchmark: times of a stand-in engine whose seconds are known, so that every number can be worked by hand."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from qurl.benchmark import (
+    PRESETS,
+    SpeedupConfig,
+    measure_rollout,
+    rollout_prompts,
+    speedup_claims,
+    speedups,
+    summarize,
+)
+from qurl.models import resolve_model
+from qurl.notebook import ParameterError, parse
+
+# Seconds per decode step at batch 2 and 4, and of a sync: FP32 is the faster baseline at batch 4, BF16 at batch 2.
+STEP = {"bf16": {2: 0.010, 4: 0.040}, "fp32": {2: 0.020, 4: 0.030}, "int8": {2: 0.005, 4: 0.010}}
+SYNC = {"bf16": 0.02, "fp32": 0.02, "int8": 0.06}
+PREFILL = 0.1
+
+
+class StandInEngine:
+    """A ``RolloutEngine`` with a clock of its own; keeps a record of what it is asked to do."""
+
+    calls: list[tuple]
+
+    def __init__(self, model, dtype, **options):
+        self.dtype, self.options = dtype, options
+        self.description = {
+            "model": model,
+            "parameters": 1_800_000,
+            "hardware": "stand-in",
+            "device": "cpu",
+            "linear_kernel": f"{dtype}-kernel",
+            "emulated": dtype == "fp8",
+            "versions": {"vllm": "0"},
+        }
+        self.calls.append(("start", dtype))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.calls.append(("close", self.dtype))
+
+    def sync(self, named_params):
+        assert any(name.endswith("q_proj.weight") for name, _ in named_params)
+        self.calls.append(("sync", self.dtype))
+        seconds = SYNC[self.dtype]
+        return SimpleNamespace(seconds=seconds, quantize_seconds=seconds / 3, load_seconds=seconds / 2)
+
+    def generate(self, prompt_ids, max_tokens, ignore_eos):
+        assert ignore_eos
+        self.calls.append(("generate", self.dtype, len(prompt_ids), max_tokens))
+        seconds = PREFILL + STEP[self.dtype][len(prompt_ids)] * (max_tokens - 1)
+        return SimpleNamespace(
+            seconds=seconds,
+            prompt_tokens=sum(map(len, prompt_ids)),
+            completion_tokens=len(prompt_ids) * max_tokens,
+        )
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    rollout = pytest.importorskip("qurl.rollout")
+    monkeypatch.setattr(rollout, "RolloutEngine", StandInEngine)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    StandInEngine.calls = []
+    return StandInEngine
+
+
+@pytest.fixture
+def rows(stand_in):
+    return measure_rollout("tiny", "int8", batch_sizes=(2, 4), max_tokens=(11, 21), repeats=3)
+
+
+def test_one_row_per_measurement(rows):
+    assert len(rows) == 3 * 2 * 2 * 3
+    key = ["repetition", "batch_size", "max_tokens", "dtype"]
+    assert not rows.duplicated(key).any()
+    assert set(rows["dtype"]) == {"bf16", "fp32", "int8"}
+    assert rows.notna().all(axis=None)
+    assert set(rows.attrs["engines"]) == {"bf16", "fp32", "int8"}
+    assert rows.attrs["engines"]["int8"]["versions"] == {"vllm": "0"}
+
+
+def test_phases_are_separate_and_add_up(rows):
+    row = rows[(rows["dtype"] == "int8") & (rows["batch_size"] == 4) & (rows["max_tokens"] == 11)].iloc[0]
+    assert row["sync_seconds"] == 0.06
+    assert row["quantize_seconds"] == pytest.approx(0.02)
+    assert row["prefill_seconds"] == pytest.approx(0.1)
+    assert row["decode_seconds"] == pytest.approx(10 * 0.010)
+    assert row["rollout_seconds"] == pytest.approx(0.06 + 0.1 + 0.1)
+    # 4 sequences x 10 tokens in 0.1 s of decoding; 4 x 11 in 0.26 s of the whole rollout.
+    assert row["decode_tokens_per_second"] == pytest.approx(400)
+    assert row["rollout_tokens_per_second"] == pytest.approx(44 / 0.26)
+    assert row["prefill_tokens_per_second"] == pytest.approx(row["prompt_tokens"] / 0.1)
+    parts = rows[["sync_seconds", "prefill_seconds", "decode_seconds"]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(rows["rollout_seconds"].to_numpy())
+    # Model size and hardware stand beside every number (case E11).
+    assert (rows["parameters"] == 1_800_000).all()
+    assert (rows["hardware"] == "stand-in").all()
+    assert row["linear_kernel"] == "int8-kernel"
+
+
+def test_speedups_by_hand(rows):
+    table = speedups(rows).set_index(["batch_size", "max_tokens", "phase", "baseline"]).sort_index()
+    at = table.loc[(4, 11, "decode")]
+    assert at.loc["bf16", "speedup"] == pytest.approx(4.0)
+    assert at.loc["fp32", "speedup"] == pytest.approx(3.0)
+    assert at["fastest"].to_dict() == {"bf16": False, "fp32": True}
+    # Whole: BF16 0.02 + 0.1 + 0.4 = 0.52, FP32 0.42, INT8 0.26 seconds.
+    whole = table.loc[(4, 11, "whole rollout")]
+    assert whole.loc["bf16", "speedup"] == pytest.approx(2.0)
+    assert whole.loc["fp32", "speedup"] == pytest.approx(0.42 / 0.26)
+    assert table.loc[(2, 11, "decode"), "fastest"].to_dict() == {"bf16": True, "fp32": False}
+    assert table["low"].to_numpy() == pytest.approx(table["high"].to_numpy())
+
+
+def test_a_faster_decode_can_be_a_slower_rollout(stand_in, monkeypatch):
+    """Case E11: quantizing and loading at each sync can cost more than decoding gains; the table must show it."""
+    monkeypatch.setitem(SYNC, "int8", 5.0)
+    table = speedups(measure_rollout("tiny", "int8", batch_sizes=[2], max_tokens=11, repeats=1))
+    by_phase = table[table["baseline"] == "bf16"].set_index("phase")["speedup"]
+    assert by_phase["decode"] == pytest.approx(2.0)
+    assert by_phase["whole rollout"] < 0.1
+
+
+def test_speedups_pair_within_a_repetition():
+    """A machine half as fast in the second repetition slows both engines, and the ratio stays 2."""
+    rows = pd.DataFrame(
+        [
+            {
+                "repetition": repetition,
+                "batch_size": 8,
+                "max_tokens": 4,
+                "dtype": dtype,
+                "sync_seconds": 0.0,
+                "prefill_seconds": 0.0,
+                "decode_seconds": seconds * slow,
+            }
+            for repetition, slow in enumerate((1, 2, 1))
+            for dtype, seconds in (("bf16", 2.0), ("int8", 1.0))
+        ]
+    )
+    decode = speedups(rows).set_index("phase").loc["decode"]
+    assert (decode["speedup"], decode["low"], decode["high"]) == (2, 2, 2)
+
+
+def test_summary(rows):
+    table = summarize(rows).set_index(["batch_size", "max_tokens", "dtype"])
+    assert len(table) == 2 * 2 * 3
+    row = table.loc[(4, 11, "int8")]
+    assert row["sync_share"] == pytest.approx(0.06 / 0.26)
+    assert row["decode_tokens_per_second_low"] <= row["decode_tokens_per_second"]
+
+
+def test_warm_up_turns_and_cache(stand_in):
+    measure_rollout("tiny", "int8", batch_sizes=[2], max_tokens=11, repeats=3)
+    calls = stand_in.calls
+    timed = calls[max(i for i, call in enumerate(calls) if call[0] == "start") + 3 :]
+    # Every shape ran before: each engine generated for each batch size.
+    assert {call[1:3] for call in calls if call[0] == "generate" and call[3] == 2} == {
+        (dtype, 2) for dtype in ("bf16", "fp32", "int8")
+    }
+    timed = [call for call in timed if call[0] != "close"]
+    # Each measurement is sync, one token, sync, all tokens: no prompt is left in the prefix cache.
+    groups = [timed[i : i + 4] for i in range(0, len(timed), 4)]
+    for group in groups:
+        assert [(call[0], *call[3:]) for call in group] == [
+            ("sync",),
+            ("generate", 1),
+            ("sync",),
+            ("generate", 11),
+        ]
+        assert len({call[1] for call in group}) == 1
+    # Engines alternate, and each goes first once.
+    order = [group[0][1] for group in groups]
+    assert order == ["bf16", "fp32", "int8", "fp32", "int8", "bf16", "int8", "bf16", "fp32"]
+    assert [call[1] for call in calls if call[0] == "close"] == ["int8", "fp32", "bf16"]
+
+
+def test_progress_is_one_line_per_measurement(stand_in):
+    lines = []
+    measure_rollout("tiny", "int8", batch_sizes=[2], max_tokens=11, repeats=2, report=lines.append)
+    assert len(lines) == 3 + 6
+    assert lines[-1].startswith("[6/6] ")
+    assert not any("\n" in line for line in lines)
+
+
+def test_impossible_arguments_are_refused_before_any_engine(stand_in):
+    for change, message in (
+        ({"dtype": "fp4"}, "dtype='fp4' is not a quantized dtype: use one of 'int8', 'fp8'"),
+        ({"batch_sizes": []}, r"batch_sizes=\[\] is not possible"),
+        ({"batch_sizes": [0]}, r"batch_sizes=\[0\] is not possible"),
+        ({"max_tokens": 1}, r"max_tokens=\[1\] is not possible: use whole numbers of 2 or more"),
+        ({"repeats": 0}, "repeats="),
+        ({"baselines": ()}, "leaves nothing to compare with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure_rollout(**({"model": "tiny", "dtype": "int8"} | change))
+    assert stand_in.calls == []
+
+
+def test_prompts_are_distinct_and_rendered_once():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    prompts = rollout_prompts(tokenizer, 64, seed=3)
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+    assert prompts == rollout_prompts(tokenizer, 64, seed=3) != rollout_prompts(tokenizer, 64, seed=4)
+    # A smaller batch uses the first ones of a larger one, with or without a template around the text.
+    tokenizer.chat_template = None
+    assert rollout_prompts(tokenizer, 5, seed=3) == prompts[:5]
+
+
+def test_one_start_token():
+    """Case E08: the template prints the start token, and the tokenizer would add another one."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    start = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", start)]
+    )
+    tokenizer.chat_template = "<eos>{{ messages[0]['content'] }}"
+    assert tokenizer.encode("1+2=")[0] == start
+    for prompt in rollout_prompts(tokenizer, 8):
+        assert prompt[0] == start
+        assert prompt.count(start) == 1
+
+
+def test_preset_fills_what_is_left_empty():
+    values = {
+        "dtype": "fp8",
+        "model": "",
+        "batch_sizes": "8,64",
+        "max_tokens": "",
+        "repeats": 0,
+        "preset": "smoke",
+        "seed": 0,
+        "output_dir": "",
+    }
+    sizes = parse(SpeedupConfig, values).sizes()
+    assert sizes == PRESETS["smoke"] | {"batch_sizes": (8, 64)}
+    assert set(sizes) == {"model", "batch_sizes", "max_tokens", "repeats"}
+    for preset in PRESETS:
+        assert parse(SpeedupConfig, values | {"preset": preset}).sizes()["repeats"] >= 2
+    with pytest.raises(ParameterError, match="preset='huge' must be 'smoke', 'cpu' or 'paper'"):
+        parse(SpeedupConfig, values | {"preset": "huge"})
+
+
+def test_claims(rows):
+    claims = speedup_claims(rows, "cpu")
+    # Largest setting: batch 4, 21 tokens: BF16 0.02 + 0.1 + 0.8 = 0.92, FP32 0.72, INT8 0.06 + 0.1 + 0.2 = 0.36 s.
+    assert [claim["verdict"] for claim in claims] == ["reproduced", "reproduced"]
+    assert claims[0]["ours"].startswith("2.56 times bf16")
+    assert claims[1]["ours"].startswith("2.00 times fp32")
+    assert "more than the paper's range" in claims[0]["reason"]
+    assert claims[0]["paper"] == "1.2 to 1.8 times BF16"
+
+
+def test_claims_that_cannot_be_judged_here(rows):
+    assert {claim["verdict"] for claim in speedup_claims(rows, "smoke")} == {"not testable with this preset"}
+    emulated = rows.assign(emulated=rows["dtype"] == "int8")
+    for claim in speedup_claims(emulated, "cpu"):
+        assert claim["verdict"] == "not testable with this preset"
+        assert "int8-kernel" in claim["reason"]
+
+
+def test_claim_that_fails(rows):
+    slow = rows.copy()
+    slow.loc[slow["dtype"] == "int8", "sync_seconds"] = 1.0
+    assert speedup_claims(slow, "cpu")[0]["verdict"] == "not reproduced"

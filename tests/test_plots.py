@@ -1,0 +1,125 @@
+"""Figures show the numbers they are given, under labels that tell measured, reported and computed apart."""
+
+from itertools import pairwise
+
+import matplotlib.colors
+import pandas as pd
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from qurl import plots
+from qurl.quantization import quantize
+from qurl.roofline import paper_cases
+
+
+def measured(dtype="int8", lengths=(64,)) -> pd.DataFrame:
+    values = iter(range(100))
+    return pd.DataFrame(
+        [
+            {
+                "batch_size": batch_size,
+                "max_tokens": length,
+                "dtype": dtype,
+                "phase": phase,
+                "baseline": baseline,
+                "fastest": baseline == "fp32",
+                "speedup": 1 + (step := next(values) / 20),
+                "low": 0.9 + step,
+                "high": 1.2 + step,
+            }
+            for batch_size in (8, 64)
+            for length in lengths
+            for phase in ("prefill", "decode", "whole rollout")
+            for baseline in ("bf16", "fp32")
+        ]
+    )
+
+
+@pytest.mark.parametrize("lengths", [(64,), (32, 128)])
+def test_speedup_bars_are_the_medians(lengths):
+    table = measured(lengths=lengths)
+    figure = plots.speedup(table, paper_cases(), title="tiny on a stand-in")
+    left, right = figure.axes
+    shown = table[table["phase"] != "prefill"]
+    assert sorted(
+        patch.get_height()
+        for container in left.containers
+        if hasattr(container, "patches")
+        for patch in container.patches
+    ) == pytest.approx(sorted(shown["speedup"]))
+    # The whole rollout stands beside decoding, for each baseline (case E11).
+    labels = [text.get_text() for text in left.get_legend().get_texts()]
+    assert sorted(labels) == [
+        "measured, decode only: against BF16",
+        "measured, decode only: against FP32",
+        "measured, whole rollout (sync + prefill + decode): against BF16",
+        "measured, whole rollout (sync + prefill + decode): against FP32",
+    ]
+    assert len(left.get_xticks()) == 2 * len(lengths)
+    assert "INT8" in left.get_ylabel() and "Batch size" in left.get_xlabel() and "GPU" in right.get_xlabel()
+    assert figure.get_suptitle() == "tiny on a stand-in"
+
+
+def test_speedup_tells_sources_apart():
+    figure = plots.speedup(measured(), paper_cases())
+    right = figure.axes[1]
+    labels = [text.get_text() for text in right.get_legend().get_texts()]
+    assert "paper (reported)" in labels
+    assert "roofline (computed), batch 64" in labels
+    # Marks differ in shape and not only in colour.
+    by_marker = {}
+    for line in right.lines:
+        if line.get_marker() not in ("None", "", None):
+            by_marker.setdefault(line.get_marker(), set()).add(
+                matplotlib.colors.to_hex(line.get_markeredgecolor())
+            )
+    assert all(len(colours) == 1 for colours in by_marker.values())
+    assert len(by_marker) == 4
+    # Every paper number is drawn: the diamonds sit in the middle of each reported range.
+    diamonds = sorted(float(line.get_ydata()[0]) for line in right.lines if line.get_marker() == "D")
+    assert diamonds == pytest.approx(sorted([1.25] * 3 + [1.43] * 3 + [1.7, 1.865]))
+
+
+def test_speedup_without_paper_numbers():
+    figure = plots.speedup(measured("fp8"), paper_cases())
+    labels = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert "paper: no FP8 numbers" in labels and "paper (reported)" not in labels
+
+
+def test_speedup_texts_do_not_overlap():
+    figure = plots.speedup(measured(), paper_cases(), title="a title")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        labels = [label.get_window_extent(renderer) for label in axes.get_xticklabels()]
+        assert not any(first.overlaps(second) for first, second in pairwise(labels))
+        assert axes.get_legend().get_window_extent(renderer).ymin > max(
+            text.get_window_extent(renderer).ymax for text in [*axes.texts, axes.get_xticklabels()[0]]
+        )
+
+
+def test_speedup_wants_one_dtype():
+    both = pd.concat([measured("int8"), measured("fp8")])
+    with pytest.raises(ValueError, match=r"dtypes \['int8', 'fp8'\]: pass the rows of exactly one"):
+        plots.speedup(both, paper_cases())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_quantization_shows_codes_and_errors(dtype):
+    weight = torch.linspace(-1, 1, 64).reshape(2, 32)
+    quantized = quantize(weight, dtype)
+    figure = plots.quantization(weight, quantized, dtype)
+    points = figure.axes[1].collections[0].get_offsets().data
+    expected = quantized.codes.float() - weight / quantized.scale
+    assert points[:, 1] == pytest.approx(expected.flatten().numpy(), abs=1e-4)
+    if dtype == "int8":
+        assert abs(points[:, 1]).max() <= 0.5 + 1e-4
+
+
+def test_logprobs_shows_w():
+    tokens = pd.DataFrame({"behaviour": [-1.0, -2.0, -0.5], "proximal": [-1.0, -1.5, -0.75]})
+    figure = plots.logprobs(tokens, "int8")
+    assert figure.axes[0].collections[0].get_offsets().tolist() == [[-1, -1], [-2, -1.5], [-0.5, -0.75]]
+    assert sum(patch.get_height() for patch in figure.axes[1].patches) == 3
+    assert "π_behav" in figure.axes[1].get_xlabel()
