@@ -201,8 +201,9 @@ def measure_rollout(
     ValueError
         If ``dtype`` is unknown, a size is too small, or no baseline is left.
 
-    Notes ----- The policy that is synced is a full-precision copy of the checkpoint on the engine's device,
-    as in training on one device.
+    Notes
+    -----
+    The policy that is synced is an FP32 copy of the checkpoint on the engine's device, as TRL would hold it.
     """
     lengths = [max_tokens] if isinstance(max_tokens, int) else list(max_tokens)
     batch_sizes = list(batch_sizes)
@@ -219,9 +220,10 @@ def measure_rollout(
             raise ValueError(f"{name}={values} is not possible: use whole numbers of {least} or more.")
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from qurl.rollout import RolloutEngine
+    from qurl.rollout.sync import checkpoint_tensors
 
     if baselines is None:
         baselines = ("bf16",) if torch.cuda.is_available() else ("bf16", "fp32")
@@ -230,12 +232,15 @@ def measure_rollout(
     say = report or (lambda line: None)
     folder = resolve_model(model)
     prompts = rollout_prompts(AutoTokenizer.from_pretrained(folder), max(batch_sizes), seed)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    if torch.cuda.is_available():
-        policy.to("cuda")
-        # vLLM claims a share of the whole GPU for each engine; the policy and CUDA's own memory need the
-        # rest.
-        engine_options.setdefault("gpu_memory_utilization", 0.8 / (1 + len(baselines)))
+    # TRL keeps the policy in FP32 by default, on the device that it trains on; a sync starts from there.
+    on_gpu = torch.cuda.is_available()
+    policy = [
+        (name, tensor.to("cuda" if on_gpu else "cpu", torch.float32))
+        for name, tensor in checkpoint_tensors(folder)
+    ]
+    if on_gpu:
+        # vLLM claims a share of the whole GPU for each engine; the policy and CUDA itself need the rest.
+        engine_options.setdefault("gpu_memory_utilization", 0.6 / (1 + len(baselines)))
 
     options = {
         "max_num_seqs": max(batch_sizes),
@@ -248,8 +253,8 @@ def measure_rollout(
         engines = {}
         for name in (*baselines, dtype):
             started = time.perf_counter()
-            engines[name] = stack.enter_context(RolloutEngine(model, dtype=name, **options))
-            engines[name].sync(policy.named_parameters())
+            engines[name] = stack.enter_context(RolloutEngine(model, name, load_weights=False, **options))
+            engines[name].sync(policy)
             for batch_size in batch_sizes:
                 engines[name].generate(prompts[:batch_size], max_tokens=2, ignore_eos=True)
             say(f"{name} engine started and warmed up in {time.perf_counter() - started:.0f} s")
@@ -288,9 +293,9 @@ def measure_rollout(
 
 def _one_rollout(engine, policy, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
     """Seconds and rates of one rollout; each part after a sync, so that no prompt is in the prefix cache."""
-    engine.sync(policy.named_parameters())
+    engine.sync(policy)
     first = engine.generate(prompts, max_tokens=1, ignore_eos=True)
-    sync = engine.sync(policy.named_parameters())
+    sync = engine.sync(policy)
     full = engine.generate(prompts, max_tokens=max_tokens, ignore_eos=True)
     # A difference of two short times can come out negative by chance: not a number then, rather than a rate.
     decode_seconds = full.seconds - first.seconds if full.seconds > first.seconds else float("nan")
