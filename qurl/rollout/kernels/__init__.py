@@ -1,0 +1,191 @@
+"""CPU kernels of W8A8 linear layers, compiled on first use, with a library's kernels where that is not possible.
+
+``w8a8.c`` is plain C with AVX-512 intrinsics. It is compiled for this machine's processor within about two seconds and
+kept under ``<cache>/kernels``, named by source, compiler and processor. It runs on the OpenMP threads that torch has
+started, whose library it shares.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from qurl.models import cache_folder
+from qurl.quantization import FORMATS
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("w8a8.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMPILERS = ("cc", "gcc", "clang", "g++")
+# Outputs per block of packed weights: COLUMNS in w8a8.c.
+_COLUMNS = 32
+_REQUIRED = ("avx512f", "avx512bw", "avx512vl")
+_DOT_PRODUCT = {"int8": "avx512_vnni", "fp8": "avx512_bf16"}
+
+
+class KernelUnavailableError(RuntimeError):
+    """The compiled kernels cannot be had here; the message says why."""
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of the processor, as Linux names them; empty where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def unavailable(dtype: str) -> str | None:
+    """Why the compiled kernel for ``dtype`` cannot be used on this machine; None if it can."""
+    missing = [flag for flag in (*_REQUIRED, _DOT_PRODUCT[dtype]) if flag not in cpu_flags()]
+    if missing:
+        return f"the processor lacks {', '.join(missing)}"
+    try:
+        _library()
+    except KernelUnavailableError as error:
+        return str(error)
+    return None
+
+
+def _compiler() -> str:
+    for name in filter(None, (os.environ.get("CC"), *_COMPILERS)):
+        if path := shutil.which(name):
+            return path
+    raise KernelUnavailableError(f"no C compiler was found (looked for {', '.join(_COMPILERS)}): install gcc")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The compiled ``w8a8.c``, from the cache if it is there and loads."""
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    key = "\n".join([_SOURCE.read_text(), *_FLAGS, version, *sorted(cpu_flags())])
+    path = cache_folder() / "kernels" / f"w8a8-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        with contextlib.suppress(OSError):  # a damaged file is compiled again
+            return _load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Compiled beside its place and moved there whole: processes that do so at once do not disturb each other.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        run = subprocess.run(
+            [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or ["no message"])[0]
+            raise KernelUnavailableError(f"{compiler} could not compile {_SOURCE.name}: {reason}")
+        os.replace(built, path)
+    try:
+        return _load(path)
+    except OSError as error:
+        raise KernelUnavailableError(f"the compiled {path} does not load: {error}") from None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    for name in ("linear_int8", "linear_fp8"):
+        function = getattr(library, name, None)  # linear_fp8 is left out for processors without BF16 dot products
+        if function is not None:
+            function.argtypes = [pointer, long, integer, long, long, *[pointer] * 4, long, long, pointer]
+            function.restype = integer
+    library.pack.argtypes = [pointer, long, long, long, *[pointer] * 3]
+    library.pack.restype = None
+    return library
+
+
+@functools.cache
+def _bf16_of_e4m3() -> torch.Tensor:
+    """The BF16 value of each of the 256 E4M3 codes."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return codes.float().to(torch.bfloat16)
+
+
+class PackedLinear:
+    """A quantized linear layer in the layout of ``w8a8.c``; it owns all that its product reads.
+
+    Parameters
+    ----------
+    codes : torch.Tensor
+        Shape (out, in), int8 or float8_e4m3fn, on the CPU.
+    scale : torch.Tensor
+        Shape (out, 1), FP32.
+
+    Raises
+    ------
+    KernelUnavailableError
+        If the compiled kernels cannot be had.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor):
+        self.dtype = next(name for name, fmt in FORMATS.items() if fmt.code_dtype == codes.dtype)
+        library = _library()
+        self._linear = getattr(library, f"linear_{self.dtype}")
+        self.out_features, self.in_features = codes.shape
+        per_group = 4 if self.dtype == "int8" else 2
+        self._groups = -(-self.in_features // per_group)
+        padded = -(-self.out_features // _COLUMNS) * _COLUMNS
+        self._packed = _aligned(padded * self._groups * 4)
+        self._start = torch.empty(padded, dtype=torch.int32)
+        self._scale = torch.zeros(padded, dtype=torch.float32)
+        self._scale[: self.out_features] = scale.reshape(-1)
+        codes = codes.contiguous()
+        expand = None if self.dtype == "int8" else _bf16_of_e4m3().data_ptr()
+        library.pack(
+            codes.data_ptr(),
+            *codes.shape,
+            self._groups,
+            expand,
+            self._packed.data_ptr(),
+            self._start.data_ptr(),
+        )
+        self._pointers = self._packed.data_ptr(), self._start.data_ptr(), self._scale.data_ptr()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Quantize x (..., in) per token, multiply, scale, add the FP32 bias (out,), round once to x's dtype: (..., out)."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty((len(rows), self.out_features), dtype=x.dtype)
+        failed = self._linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            x.dtype == torch.bfloat16,
+            len(rows),
+            self.in_features,
+            *self._pointers,
+            None if bias is None else bias.data_ptr(),
+            self.out_features,
+            self._groups,
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"no memory to quantize an input of shape {tuple(x.shape)}")
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def codes_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (out, in) and scale (out, 1), read back from the packed weights."""
+        numbers = self._packed.view(torch.int8 if self.dtype == "int8" else torch.bfloat16)
+        blocks = numbers.view(-1, self._groups, _COLUMNS, 4 // numbers.itemsize)
+        codes = blocks.transpose(1, 2).reshape(len(self._scale), -1)[: self.out_features, : self.in_features]
+        return codes.to(FORMATS[self.dtype].code_dtype), self._scale[: self.out_features, None]
+
+
+def _aligned(size: int) -> torch.Tensor:
+    """Bytes that begin on a cache line, as ``w8a8.c`` loads them."""
+    buffer = torch.empty(size + 64, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 64
+    return buffer[start : start + size]
