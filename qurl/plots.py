@@ -11,6 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from qurl.roofline import PAPER_RANGE
 
@@ -60,7 +61,10 @@ def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") 
         axes.axhspan(*PAPER_RANGE, color="0.5", alpha=0.15, zorder=0, linewidth=0)
         axes.axhline(1, color="0.25", linewidth=1, zorder=1)
         axes.grid(axis="x", visible=False)
-    top = max(measured["high"].max(), computed["speedup"].max(), computed["paper_high"].max(), PAPER_RANGE[1])
+    shown = measured["phase"].isin(_PHASE_LABELS)
+    top = max(
+        measured["high"][shown].max(), computed["speedup"].max(), computed["paper_high"].max(), PAPER_RANGE[1]
+    )
     # Room above the marks for the legends, which would otherwise lie on them.
     left.set_ylim(0, top * 1.45)
     left.set_ylabel(f"Speed-up of {_NAMES[dtype]} (times; 1 = no faster)")
@@ -198,7 +202,9 @@ def quantization(weight, quantized, dtype: str) -> Figure:
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(11, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
-    sns.histplot(x=codes.flatten()[::step].numpy(), bins=64, color=_PALETTE[0], stat="percent", ax=left)
+    # INT8: 51 bins of 5 whole codes each, so that none holds more codes than its neighbour.
+    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [16 * i for i in range(-28, 29)]
+    sns.histplot(x=codes.flatten()[::step].numpy(), bins=bins, color=_PALETTE[0], stat="percent", ax=left)
     left.set(xlabel=f"{_NAMES[dtype]} code", ylabel="Elements (%)", title="Codes")
     right.scatter(
         scaled.flatten()[::step].numpy(),
@@ -240,5 +246,8 @@ def logprobs(tokens: pd.DataFrame, dtype: str) -> Figure:
     w = (tokens["proximal"] - tokens["behaviour"]).map(math.exp)
     sns.histplot(x=w, bins=60, color=_PALETTE[0], log_scale=(True, False), ax=right)
     right.axvline(1, color="0.25", linewidth=1)
+    right.xaxis.set_major_locator(LogLocator(base=2))
+    right.xaxis.set_major_formatter("{x:g}")
+    right.xaxis.set_minor_formatter(NullFormatter())
     right.set(xlabel="w = π_prox / π_behav", ylabel="Tokens", title="Mismatch per token")
     return figure
