@@ -202,8 +202,8 @@ def quantization(weight, quantized, dtype: str) -> Figure:
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(11, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
-    # INT8: 51 bins of 5 whole codes each, so that none holds more codes than its neighbour.
-    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [16 * i for i in range(-28, 29)]
+    # INT8: 5 codes to a bin. FP8: bins as wide as the widest gap between its codes. So no bin is empty by construction.
+    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [-464 + 32 * i for i in range(30)]
     sns.histplot(x=codes.flatten()[::step].numpy(), bins=bins, color=_PALETTE[0], stat="percent", ax=left)
     left.set(xlabel=f"{_NAMES[dtype]} code", ylabel="Elements (%)", title="Codes")
     right.scatter(
@@ -246,7 +246,7 @@ def logprobs(tokens: pd.DataFrame, dtype: str) -> Figure:
     w = (tokens["proximal"] - tokens["behaviour"]).map(math.exp)
     sns.histplot(x=w, bins=60, color=_PALETTE[0], log_scale=(True, False), ax=right)
     right.axvline(1, color="0.25", linewidth=1)
-    right.xaxis.set_major_locator(LogLocator(base=2))
+    right.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
     right.xaxis.set_major_formatter("{x:g}")
     right.xaxis.set_minor_formatter(NullFormatter())
     right.set(xlabel="w = π_prox / π_behav", ylabel="Tokens", title="Mismatch per token")

@@ -249,7 +249,8 @@ def check_speedup_folder(folder: Path, dtype: str) -> dict:
     assert result["parameters"]["preset"] == "smoke" and result["parameters"]["seed"] == 0
     assert set(result["engines"]) >= {"bf16", dtype}
     for engine in result["engines"].values():
-        assert engine["parameters"] > 1e6 and engine["hardware"] and engine["versions"]["vllm"]
+        assert engine["parameters"] > 1e6 and engine["hardware"]
+        assert any(name.startswith("vllm") for name in engine["versions"])
     assert {claim["verdict"] for claim in result["claims"]} == {"not testable with this preset"}
     return result
 
