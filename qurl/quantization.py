@@ -156,12 +156,12 @@ class _Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32)
 
     def get(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
         """Uninitialized, of shape (rows, columns)."""
         if self._memory.numel() < rows * columns or self._memory.device != device:
-            self._memory = torch.empty(rows * columns, device=device)
+            self._memory = torch.empty(rows * columns, dtype=torch.float32, device=device)
         return self._memory[: rows * columns].view(rows, columns)
 
 

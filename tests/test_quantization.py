@@ -504,3 +504,18 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         ValueError, match=r"transformer\.wte\.weight .* is neither an embedding nor one of q_proj"
     ):
         export_checkpoint(model, tmp_path / "q", "int8")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_codes_do_not_depend_on_torchs_default_dtype(dtype):
+    """vLLM loads weights with BF16 as the default, and what forgets to name FP32 computes in BF16 there."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(64, 96, generator=generator)
+    expected = quantize(weight, dtype)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        streamed = dict(quantized_named_tensors([("q_proj.weight", weight)], dtype))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(streamed["q_proj.weight"].view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(streamed["q_proj.weight_scale"], expected.scale)

@@ -224,7 +224,7 @@ def test_share_of_codes_changed(policies, int8_engine):
 def test_completions_stop_at_every_end_token(policies, int8_engine):
     _, w0, _ = policies["qwen2-untied"]
     int8_engine.sync(w0.named_parameters())
-    rollouts = int8_engine.generate([[1, 5]] * 300, max_tokens=200, temperature=3.0)
+    rollouts = int8_engine.generate([[1, 5]] * 300, max_tokens=200, temperature=2.0)
     ends = {
         ids[-1]
         for ids, why in zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True)
@@ -236,6 +236,29 @@ def test_completions_stop_at_every_end_token(policies, int8_engine):
         len(ids) == len(logps) for ids, logps in zip(rollouts.completion_ids, rollouts.logps, strict=True)
     )
     assert rollouts.completion_tokens == sum(map(len, rollouts.completion_ids))
+
+
+def test_an_interrupted_call_leaves_nothing_behind(policies, int8_engine, monkeypatch):
+    """Stopping a cell in Jupyter while the engine samples: the next call gets its own answers, and a sync works."""
+    _, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    expected = greedy(int8_engine)
+    core = int8_engine._llm.llm_engine
+    step, steps = core.step, []
+
+    def interrupted():
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            int8_engine.generate([[1, 9, 9]] * 20, n=2, max_tokens=30)
+    assert greedy(int8_engine) == expected
+    int8_engine.sync(w0.named_parameters())
+    assert greedy(int8_engine) == expected
 
 
 def test_the_engines_seed_decides_the_samples(policies):

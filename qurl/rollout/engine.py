@@ -335,10 +335,7 @@ class RolloutEngine:
             detokenize=False,
         )
         start = time.perf_counter()
-        with self._logged("generate"):
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False
-            )
+        outputs = self._run(prompts, parameters)
         seconds = time.perf_counter() - start
         completions = [completion for output in outputs for completion in output.outputs]
         rollouts = Rollouts(
@@ -375,10 +372,7 @@ class RolloutEngine:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        with self._logged("score"):
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False
-            )
+        outputs = self._run(tokens, parameters)
         return [
             [
                 position[token].logprob
@@ -413,6 +407,17 @@ class RolloutEngine:
         self._require_open()
         return self._call("qurl_codes_and_scale", name)
 
+    def _run(self, prompts: list[list[int]], parameters) -> list:
+        try:
+            with self._logged("generate"):
+                requests = [{"prompt_token_ids": ids} for ids in prompts]
+                return self._llm.generate(requests, parameters, use_tqdm=False)
+        except BaseException:
+            # An interrupt in a notebook leaves requests behind, which the next call would get the answers of.
+            engine = self._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+
     def _call(self, method: str, *arguments):
         return self._llm.collective_rpc(method, args=arguments)[0]
 
@@ -439,10 +444,10 @@ class RolloutEngine:
             raise RolloutError(f"This engine refuses to generate: {self._unusable}.")
 
     def _check_request(self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float) -> None:
-        if n < 1 or max_tokens < 1 or not 0 <= temperature < float("inf"):
+        if n < 1 or max_tokens < 1 or not 0 <= temperature <= 2:
             raise ValueError(
                 f"n={n}, max_tokens={max_tokens}, temperature={temperature} are not possible: n and max_tokens "
-                "must be at least 1, and temperature at least 0."
+                "must be at least 1, and temperature from 0 to 2."
             )
         vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         for index, ids in enumerate(prompts):

@@ -98,7 +98,9 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     for name in ("linear_int8", "linear_fp8"):
-        function = getattr(library, name, None)  # linear_fp8 is left out for processors without BF16 dot products
+        function = getattr(
+            library, name, None
+        )  # linear_fp8 is left out for processors without BF16 dot products
         if function is not None:
             function.argtypes = [pointer, long, integer, long, long, *[pointer] * 4, long, long, pointer]
             function.restype = integer

@@ -63,7 +63,9 @@ class Int8Linear(CPUInt8ScaledMMLinearKernel):
             self.description = "INT8 W8A8 (vLLM)"
             self._codes_and_scale = codes.clone(), scale.clone()
             super().process_weights_after_loading(layer)
-            self._scale_of_handler = layer.weight_scale.data  # oneDNN's handler points to it and does not own it
+            self._scale_of_handler = (
+                layer.weight_scale.data
+            )  # oneDNN's handler points to it and does not own it
             self._product = None
             return
         self._product = PackedLinear(codes, scale)
@@ -98,7 +100,11 @@ class FP8Linear(FP8ScaledMMLinearKernel):
         if _switched_off():
             return False, "switched off by additional_config['qurl_kernels']"
         weight, activation = c.weight_quant_key.scale, c.activation_quant_key.scale
-        if not weight.group_shape.is_per_channel() or activation.static or not activation.group_shape.is_per_token():
+        if (
+            not weight.group_shape.is_per_channel()
+            or activation.static
+            or not activation.group_shape.is_per_token()
+        ):
             return False, "only channel scales for weights and dynamic token scales for activations"
         return True, None
 
