@@ -45,6 +45,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+@functools.cache  # asked for each layer; a compiler that fails does so slowly
 def unavailable(dtype: str) -> str | None:
     """Why the compiled kernel for ``dtype`` cannot be used on this machine; None if it can."""
     missing = [flag for flag in (*_REQUIRED, _DOT_PRODUCT[dtype]) if flag not in cpu_flags()]
@@ -158,6 +159,8 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Quantize x (..., in) per token, multiply, scale, add the FP32 bias (out,), round once to x's dtype: (..., out)."""
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise TypeError(f"x of {x.dtype} cannot be multiplied: use torch.bfloat16 or torch.float32.")
         rows = x.reshape(-1, self.in_features)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()

@@ -16,7 +16,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.platforms import current_platform
 
-from qurl.quantization import quantize
+from qurl.quantization import FORMATS, cast_codes
 from qurl.rollout.kernels import PackedLinear, unavailable
 
 
@@ -33,7 +33,11 @@ class _FP32Linear:
         self._handler = ops.create_onednn_mm(codes.float().t(), 32)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        codes, scale = quantize(x.reshape(-1, x.shape[-1]), "fp8", name="activation")
+        rows = x.reshape(-1, x.shape[-1]).float()
+        # As `quantize`, which refuses NaN and infinity: here, as in w8a8.c, they turn their token's outputs into NaN.
+        absmax = rows.abs().amax(1, keepdim=True)
+        scale = (absmax / FORMATS["fp8"].max_code).clamp_(min=torch.finfo(torch.float32).tiny)
+        codes = cast_codes(rows / scale, "fp8")
         out = ops.onednn_mm(self._handler, codes.float(), None).mul_(scale * self._scale.t())
         if bias is not None:
             out += bias

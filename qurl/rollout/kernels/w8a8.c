@@ -39,7 +39,8 @@ static inline __m512 load_float(const void *x, int is_bf16, int64_t i, __mmask16
 
 static inline __mmask16 tail(int64_t left) { return left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1); }
 
-/* NaN if the row holds one, so that a broken activation shows in the output; the maximum alone would drop it. */
+/* NaN if the row holds NaN or infinity, so that a broken activation shows in all of its token's outputs: the maximum alone
+ * would drop NaN, and infinity would become the largest code. */
 static float absmax_row(const void *x, int is_bf16, int64_t start, int64_t k) {
     __m512 most = _mm512_setzero_ps();
     __mmask16 nan = 0;
@@ -48,7 +49,8 @@ static float absmax_row(const void *x, int is_bf16, int64_t start, int64_t k) {
         nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
         most = _mm512_max_ps(most, _mm512_abs_ps(value));
     }
-    return nan ? NAN : _mm512_reduce_max_ps(most);
+    float largest = _mm512_reduce_max_ps(most);
+    return nan || largest == INFINITY ? NAN : largest;
 }
 
 /* Rounded to bfloat16, half to even, in the low 16 bits of each lane; NaN stays NaN. */
@@ -152,6 +154,7 @@ TILE(tile_fp8, __m512, FP8_START, FP8_DOT, FP8_FLOAT)
     int NAME(const void *x, int64_t ldx, int is_bf16, int64_t m, int64_t k, const uint8_t *w, const int32_t *start,    \
              const float *w_scale, const float *bias, int64_t n, int64_t groups, void *out) {                          \
         int64_t stride = groups * 4, blocks = (n + COLUMNS - 1) / COLUMNS, chunks = (m + CHUNK - 1) / CHUNK;           \
+        if (!m) return 0;                                                                                              \
         size_t codes_size = (size_t)(m * stride + 63) / 64 * 64;                                                       \
         char *memory = reserve(codes_size + m * sizeof(float));                                                        \
         if (!memory) return 1;                                                                                         \
