@@ -18,7 +18,7 @@ from qurl.roofline import PAPER_RANGE
 _PALETTE = sns.color_palette("colorblind")
 _PAPER, _ROOFLINE = _PALETTE[3], _PALETTE[2]
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
-_NAMES = {"bf16": "BF16", "fp32": "FP32", "int8": "INT8", "fp8": "FP8"}
+_NAMES = {"vllm-bf16": "BF16 (vLLM)", "bf16": "BF16 (qurl)", "fp32": "FP32", "int8": "INT8", "fp8": "FP8"}
 
 
 def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") -> Figure:
@@ -78,7 +78,9 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
     settings = list(dict.fromkeys(zip(shown["batch_size"], shown["max_tokens"], strict=True)))
     series = [(baseline, phase) for baseline in dict.fromkeys(shown["baseline"]) for phase in _PHASE_LABELS]
     width = 0.8 / len(series)
-    colours = dict(zip(dict.fromkeys(shown["baseline"]), (_PALETTE[0], _PALETTE[1]), strict=False))
+    colours = dict(
+        zip(dict.fromkeys(shown["baseline"]), (_PALETTE[0], _PALETTE[1], _PALETTE[4]), strict=False)
+    )
     for index, (baseline, phase) in enumerate(series):
         rows = shown[(shown["baseline"] == baseline) & (shown["phase"] == phase)]
         rows = rows.set_index(["batch_size", "max_tokens"]).loc[settings]
@@ -96,7 +98,7 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
             hatch=None if whole else "////",
             error_kw={"elinewidth": 1.2, "ecolor": "0.15"},
             zorder=2,
-            label=f"measured, {_PHASE_LABELS[phase]}: against {_NAMES[baseline]}",
+            label=f"{_PHASE_LABELS[phase]}, against {_NAMES[baseline]}",
         )
         for position, value, high in zip(x, rows["speedup"], rows["high"], strict=True):
             axes.annotate(

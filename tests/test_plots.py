@@ -51,10 +51,10 @@ def test_speedup_bars_are_the_medians(lengths):
     # The whole rollout stands beside decoding, for each baseline (case E11).
     labels = [text.get_text() for text in left.get_legend().get_texts()]
     assert sorted(labels) == [
-        "measured, decode only: against BF16",
-        "measured, decode only: against FP32",
-        "measured, whole rollout (sync + prefill + decode): against BF16",
-        "measured, whole rollout (sync + prefill + decode): against FP32",
+        "decode only, against BF16 (qurl)",
+        "decode only, against FP32",
+        "whole rollout (sync + prefill + decode), against BF16 (qurl)",
+        "whole rollout (sync + prefill + decode), against FP32",
     ]
     assert len(left.get_xticks()) == 2 * len(lengths)
     assert "INT8" in left.get_ylabel() and "Batch size" in left.get_xlabel() and "GPU" in right.get_xlabel()

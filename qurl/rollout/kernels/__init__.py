@@ -107,6 +107,8 @@ def _load(path: Path) -> ctypes.CDLL:
             function.restype = integer
     library.pack.argtypes = [pointer, long, long, long, *[pointer] * 3]
     library.pack.restype = None
+    library.silu_and_mul.argtypes = [pointer, integer, long, long, pointer]
+    library.silu_and_mul.restype = None
     return library
 
 
@@ -158,7 +160,7 @@ class PackedLinear:
         self._pointers = self._packed.data_ptr(), self._start.data_ptr(), self._scale.data_ptr()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Quantize x (..., in) per token, multiply, scale, add the FP32 bias (out,), round once to x's dtype: (..., out)."""
+        """q(x) · Wᵀ, scaled, plus the FP32 bias (out,), rounded once to x's dtype: (..., in) to (..., out)."""
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise TypeError(f"x of {x.dtype} cannot be multiplied: use torch.bfloat16 or torch.float32.")
         rows = x.reshape(-1, self.in_features)
@@ -187,6 +189,22 @@ class PackedLinear:
         blocks = numbers.view(-1, self._groups, _COLUMNS, 4 // numbers.itemsize)
         codes = blocks.transpose(1, 2).reshape(len(self._scale), -1)[: self.out_features, : self.in_features]
         return codes.to(FORMATS[self.dtype].code_dtype), self._scale[: self.out_features, None]
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """``silu(x[..., :d]) * x[..., d:]`` of a contiguous x (..., 2 d), BF16 or FP32, rounded once: (..., d).
+
+    Raises
+    ------
+    KernelUnavailableError
+        If the compiled kernels cannot be had.
+    """
+    width = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    _library().silu_and_mul(
+        x.data_ptr(), x.dtype == torch.bfloat16, out.numel() // max(width, 1), width, out.data_ptr()
+    )
+    return out
 
 
 def _aligned(size: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The CPU kernels as vLLM's linear kernels, made for weights that are loaded again and again.
 
-vLLM's layer-wise reload lets a layer process its new weights, copies the registered results into the old tensors and drops
-the new ones. vLLM's INT8 kernel for CPUs breaks there: oneDNN has kept a pointer to the dropped scale, and every log-prob
-is NaN afterwards. These kernels own whatever their product reads, so a reload can do no harm, and give their codes back
-for the check after a sync. On the layer stays the scale, which nothing reads.
+vLLM's layer-wise reload lets a layer process its new weights, copies the registered results into the old tensors and
+drops the new ones. vLLM's INT8 kernel for CPUs breaks there: oneDNN has kept a pointer to the dropped scale, and every
+log-prob is NaN afterwards. These kernels own whatever their product reads, so a reload can do no harm, and give their
+codes back for the check after a sync. On the layer stays the scale, which nothing reads.
 """
 
 import torch
@@ -48,7 +48,7 @@ class _FP32Linear:
 
 
 class Int8Linear(CPUInt8ScaledMMLinearKernel):
-    """W8A8 INT8: the compiled kernel, or vLLM's own where that is better (AMX) or the only one, kept alive over reloads."""
+    """W8A8 INT8: the compiled kernel, or vLLM's own where that is better (AMX) or the only one, safe over reloads."""
 
     description = "INT8 W8A8 (qurl, AVX512-VNNI)"
     emulated = False

@@ -1,4 +1,4 @@
-/* W8A8 linear layers for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
+/* W8A8 linear layers (and SwiGLU) for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
  *
  * INT8 multiplies codes as they are (VPDPBUSD). FP8 is emulated: E4M3 codes are exact in BF16, so their products are exact
  * in FP32, where they are summed (VDPBF16PS). In both, x is quantized here, one scale per token, and the result is
@@ -195,6 +195,39 @@ LINEAR(linear_int8, quantize_int8, tile_int8)
 #ifdef __AVX512BF16__
 LINEAR(linear_fp8, quantize_fp8, tile_fp8)
 #endif
+
+/* e^x to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; x is limited to where e^x is normal. */
+static inline __m512 exp_ps(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.0f / 720);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* out (m, d) = silu(x[:, :d]) * x[:, d:] in FP32, rounded once; x (m, 2 d), contiguous, BF16 or FP32 like out. */
+void silu_and_mul(const void *x, int is_bf16, int64_t m, int64_t d, void *out) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < m; row++)
+        for (int64_t i = 0; i < d; i += 16) {
+            __mmask16 mask = tail(d - i);
+            __m512 gate = load_float(x, is_bf16, row * 2 * d + i, mask);
+            __m512 up = load_float(x, is_bf16, row * 2 * d + d + i, mask);
+            __m512 denominator = _mm512_add_ps(_mm512_set1_ps(1.0f), exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+            __m512 y = _mm512_mul_ps(_mm512_div_ps(gate, denominator), up);
+            if (is_bf16)
+                _mm256_mask_storeu_epi16((uint16_t *)out + row * d + i, mask, _mm512_cvtepi32_epi16(round_bf16(y)));
+            else
+                _mm512_mask_storeu_ps((float *)out + row * d + i, mask, y);
+        }
+}
 
 /* Codes (n, k) into blocks, padded with zeros. `expand` is 0 for INT8, else the BF16 bits of each of the 256 E4M3 codes. */
 void pack(const uint8_t *codes, int64_t n, int64_t k, int64_t groups, const uint16_t *expand, uint8_t *out, int32_t *start) {
