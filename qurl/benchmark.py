@@ -63,7 +63,7 @@ _SETTING = ["batch_size", "max_tokens"]
 # GPU.
 PRESETS = {
     "smoke": {"model": "tiny", "batch_sizes": (2, 8), "max_tokens": (16,), "repeats": 2},
-    "cpu": {"model": "smollm2-135m", "batch_sizes": (8, 64), "max_tokens": (64,), "repeats": 3},
+    "cpu": {"model": "smollm2-135m", "batch_sizes": (8, 64), "max_tokens": (128,), "repeats": 3},
     "paper": {
         "model": "Qwen/Qwen2.5-7B-Instruct",
         "batch_sizes": (16, 64, 256),
