@@ -409,7 +409,7 @@ def test_missing_compiler_is_one_sentence(dtype, no_compiler):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lacks"), [("int8", "avx512_vnni"), ("fp8", "avx512_bf16")], ids=["int8", "fp8"]
+    ("dtype", "lacks"), [("int8", "avx512_vnni"), ("fp8", "avx512_bf16, avx512vbmi")], ids=["int8", "fp8"]
 )
 def test_missing_instructions_are_named(uncached, monkeypatch, dtype, lacks):
     monkeypatch.setattr(kernels, "cpu_flags", lambda: frozenset({"avx512f", "avx512bw"}))

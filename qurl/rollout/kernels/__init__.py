@@ -29,7 +29,7 @@ _COMPILERS = ("cc", "gcc", "clang", "g++")
 # Outputs per block of packed weights: COLUMNS in w8a8.c.
 _COLUMNS = 32
 _REQUIRED = ("avx512f", "avx512bw", "avx512vl")
-_DOT_PRODUCT = {"int8": "avx512_vnni", "fp8": "avx512_bf16"}
+_REQUIRED_FOR = {"int8": ("avx512_vnni",), "fp8": ("avx512_bf16", "avx512vbmi")}
 
 
 class KernelUnavailableError(RuntimeError):
@@ -48,7 +48,7 @@ def cpu_flags() -> frozenset[str]:
 @functools.cache  # asked for each layer; a compiler that fails does so slowly
 def unavailable(dtype: str) -> str | None:
     """Why the compiled kernel for ``dtype`` cannot be used on this machine; None if it can."""
-    missing = [flag for flag in (*_REQUIRED, _DOT_PRODUCT[dtype]) if flag not in cpu_flags()]
+    missing = [flag for flag in (*_REQUIRED, *_REQUIRED_FOR[dtype]) if flag not in cpu_flags()]
     if missing:
         return f"the processor lacks {', '.join(missing)}"
     try:
@@ -98,14 +98,9 @@ def _library() -> ctypes.CDLL:
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    for name in ("linear_int8", "linear_fp8"):
-        function = getattr(
-            library, name, None
-        )  # linear_fp8 is left out for processors without BF16 dot products
-        if function is not None:
-            function.argtypes = [pointer, long, integer, long, long, *[pointer] * 4, long, long, pointer]
-            function.restype = integer
-    library.pack.argtypes = [pointer, long, long, long, *[pointer] * 3]
+    library.linear.argtypes = [integer, pointer, long, integer, long, long, *[pointer] * 5, long, pointer]
+    library.linear.restype = integer
+    library.pack.argtypes = [integer, pointer, long, long, pointer, pointer]
     library.pack.restype = None
     library.silu_and_mul.argtypes = [pointer, integer, long, long, pointer]
     library.silu_and_mul.restype = None
@@ -113,10 +108,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _bf16_of_e4m3() -> torch.Tensor:
-    """The BF16 value of each of the 256 E4M3 codes."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return codes.float().to(torch.bfloat16)
+def _tables() -> torch.Tensor:
+    """Low bytes, then high bytes, of the BF16 values of the 128 E4M3 codes without a sign."""
+    codes = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return codes.to(torch.bfloat16).view(torch.uint8).view(-1, 2).t().contiguous()
 
 
 class PackedLinear:
@@ -138,26 +133,29 @@ class PackedLinear:
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor):
         self.dtype = next(name for name, fmt in FORMATS.items() if fmt.code_dtype == codes.dtype)
         library = _library()
-        self._linear = getattr(library, f"linear_{self.dtype}")
+        self._linear = library.linear
         self.out_features, self.in_features = codes.shape
         per_group = 4 if self.dtype == "int8" else 2
         self._groups = -(-self.in_features // per_group)
         padded = -(-self.out_features // _COLUMNS) * _COLUMNS
-        self._packed = _aligned(padded * self._groups * 4)
+        self._packed = _aligned(padded * self._groups * per_group)
         self._start = torch.empty(padded, dtype=torch.int32)
         self._scale = torch.zeros(padded, dtype=torch.float32)
         self._scale[: self.out_features] = scale.reshape(-1)
         codes = codes.contiguous()
-        expand = None if self.dtype == "int8" else _bf16_of_e4m3().data_ptr()
         library.pack(
+            self.dtype == "fp8",
             codes.data_ptr(),
             *codes.shape,
-            self._groups,
-            expand,
             self._packed.data_ptr(),
             self._start.data_ptr(),
         )
-        self._pointers = self._packed.data_ptr(), self._start.data_ptr(), self._scale.data_ptr()
+        self._pointers = (
+            self._packed.data_ptr(),
+            self._start.data_ptr(),
+            self._scale.data_ptr(),
+            _tables().data_ptr(),
+        )
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """q(x) · Wᵀ, scaled, plus the FP32 bias (out,), rounded once to x's dtype: (..., in) to (..., out)."""
@@ -168,6 +166,7 @@ class PackedLinear:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.out_features), dtype=x.dtype)
         failed = self._linear(
+            self.dtype == "fp8",
             rows.data_ptr(),
             rows.stride(0),
             x.dtype == torch.bfloat16,
@@ -176,7 +175,6 @@ class PackedLinear:
             *self._pointers,
             None if bias is None else bias.data_ptr(),
             self.out_features,
-            self._groups,
             out.data_ptr(),
         )
         if failed:
@@ -185,10 +183,13 @@ class PackedLinear:
 
     def codes_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (out, in) and scale (out, 1), read back from the packed weights."""
-        numbers = self._packed.view(torch.int8 if self.dtype == "int8" else torch.bfloat16)
-        blocks = numbers.view(-1, self._groups, _COLUMNS, 4 // numbers.itemsize)
-        codes = blocks.transpose(1, 2).reshape(len(self._scale), -1)[: self.out_features, : self.in_features]
-        return codes.to(FORMATS[self.dtype].code_dtype), self._scale[: self.out_features, None]
+        if self.dtype == "int8":
+            blocks = self._packed.view(-1, self._groups, _COLUMNS, 4).transpose(1, 2)
+        else:
+            # Output 16 a + 4 b + c lies at (b, a, c): see `expand` in w8a8.c.
+            blocks = self._packed.view(-1, self._groups, 4, 2, 4, 2).permute(0, 3, 2, 4, 1, 5)
+        codes = blocks.reshape(len(self._scale), -1)[: self.out_features, : self.in_features]
+        return codes.contiguous().view(FORMATS[self.dtype].code_dtype), self._scale[: self.out_features, None]
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

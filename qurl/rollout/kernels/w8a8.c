@@ -1,13 +1,16 @@
 /* W8A8 linear layers (and SwiGLU) for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
  *
- * INT8 multiplies codes as they are (VPDPBUSD). FP8 is emulated: E4M3 codes are exact in BF16, so their products are exact
- * in FP32, where they are summed (VDPBF16PS). In both, x is quantized here, one scale per token, and the result is
- * scaled in FP32 and rounded once.
+ * INT8 multiplies codes as they are (VPDPBUSD). FP8 is emulated: E4M3 codes are exact in BF16, so their products are
+ * exact in FP32, where they are summed (VDPBF16PS). In both, x is quantized here, one scale per token, and the result
+ * is scaled in FP32 and rounded once.
  *
- * Both see a row of x and a column of W as groups of 4 bytes (4 INT8 or 2 BF16), which one instruction multiplies and
- * adds. Weights lie in blocks of 32 outputs, [N/32][groups][32][4 bytes], so that a block is read straight through. A tile
- * of 12 tokens x 32 outputs stays in 24 of the 32 registers: 14 loads for 24 dot products, hence bound by the latter.
- * Blocks go to the OpenMP threads that torch has started.
+ * Layout. A token and an output are groups of 4 bytes (4 INT8 or 2 BF16), which one instruction multiplies and adds.
+ * Weights lie in blocks of 32 outputs, [N/32][groups][32], so that a block is read straight through. FP8 weights stay
+ * bytes in memory, because decoding waits for memory; a thread expands a block to BF16 in its cache.
+ *
+ * Speed. A tile of 12 tokens x 32 outputs stays in 24 of the 32 registers: 14 loads for 24 dot products, hence bound
+ * by the latter. While a block is multiplied, the next one is fetched from memory. Blocks go to the OpenMP threads that
+ * torch has started.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -15,21 +18,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { COLUMNS = 32, ROWS = 12, CHUNK = 16 * ROWS }; /* CHUNK tokens of x stay in the second-level cache */
+#define INLINE static inline __attribute__((always_inline))
 
-static __thread char *scratch;
-static __thread size_t scratch_size;
+enum format { INT8, FP8 };
+enum { COLUMNS = 32, ROWS = 12, LINE = 64, X_BYTES = 384 << 10 }; /* X_BYTES of x stay in the second-level cache */
 
-static char *reserve(size_t size) {
-    if (size > scratch_size) {
-        free(scratch);
-        scratch = aligned_alloc(64, (size + 63) / 64 * 64);
-        scratch_size = scratch ? size : 0;
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Per thread, grown when needed and kept: fresh memory would be cleared by the system page by page. */
+static uint8_t *reserve(int which, size_t size) {
+    static __thread uint8_t *memory[2];
+    static __thread size_t sizes[2];
+    if (size > sizes[which]) {
+        free(memory[which]);
+        memory[which] = aligned_alloc(LINE, ceil_div(size, LINE) * LINE);
+        sizes[which] = memory[which] ? size : 0;
     }
-    return scratch;
+    return memory[which];
 }
 
-static inline __m512 load_float(const void *x, int is_bf16, int64_t i, __mmask16 mask) {
+INLINE __mmask16 first(int64_t count) {
+    return count >= 16 ? 0xFFFF : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
+}
+
+INLINE __m512 load_float(const void *x, int is_bf16, int64_t i, __mmask16 mask) {
     if (is_bf16) {
         __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)x + i);
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -37,166 +49,222 @@ static inline __m512 load_float(const void *x, int is_bf16, int64_t i, __mmask16
     return _mm512_maskz_loadu_ps(mask, (const float *)x + i);
 }
 
-static inline __mmask16 tail(int64_t left) { return left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1); }
-
-/* NaN if the row holds NaN or infinity, so that a broken activation shows in all of its token's outputs: the maximum alone
- * would drop NaN, and infinity would become the largest code. */
-static float absmax_row(const void *x, int is_bf16, int64_t start, int64_t k) {
-    __m512 most = _mm512_setzero_ps();
-    __mmask16 nan = 0;
-    for (int64_t i = 0; i < k; i += 16) {
-        __m512 value = load_float(x, is_bf16, start + i, tail(k - i));
-        nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        most = _mm512_max_ps(most, _mm512_abs_ps(value));
-    }
-    float largest = _mm512_reduce_max_ps(most);
-    return nan || largest == INFINITY ? NAN : largest;
-}
-
-/* Rounded to bfloat16, half to even, in the low 16 bits of each lane; NaN stays NaN. */
-static inline __m512i round_bf16(__m512 value) {
+/* Rounded to bfloat16, half to even; NaN stays NaN. */
+INLINE __m256i round_bf16(__m512 value) {
     __m512i bits = _mm512_castps_si512(value);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
     __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0));
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-/* Scale of a token: absmax / levels, at least the smallest normal number, as in qurl.quantization. */
-static inline float token_scale(float absmax, float levels) {
-    float scale = absmax / levels;
-    return scale > 1.17549435e-38f || scale != scale ? scale : 1.17549435e-38f;
-}
-
-/* INT8: codes + 128, because VPDPBUSD multiplies unsigned by signed; padding is code 0. */
-static float quantize_int8(const void *x, int is_bf16, int64_t start, int64_t k, int64_t bytes, uint8_t *out) {
-    float scale = token_scale(absmax_row(x, is_bf16, start, k), 127.0f);
-    __m512 divisor = _mm512_set1_ps(scale);
-    memset(out, 128, bytes);
-    for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 mask = tail(k - i);
-        __m512i code = _mm512_cvt_roundps_epi32(_mm512_div_ps(load_float(x, is_bf16, start + i, mask), divisor),
-                                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        _mm_mask_storeu_epi8(out + i, mask, _mm512_cvtepi32_epi8(_mm512_add_epi32(code, _mm512_set1_epi32(128))));
+/* absmax / levels, at least the smallest normal number, as in qurl.quantization. NaN if the token holds NaN or
+ * infinity, so that a broken activation shows in all of its outputs. Without their sign, floats are ordered like
+ * integers, NaN last. */
+INLINE float token_scale(const void *x, int is_bf16, int64_t k, float levels) {
+    __m512i most = _mm512_setzero_si512(), magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    int64_t i = 0;
+    for (; i + 16 <= k; i += 16) {
+        __m512i value = _mm512_castps_si512(load_float(x, is_bf16, i, 0xFFFF));
+        most = _mm512_max_epi32(most, _mm512_and_si512(value, magnitude));
     }
+    __m512i last = _mm512_castps_si512(load_float(x, is_bf16, i, first(k - i)));
+    most = _mm512_max_epi32(most, _mm512_and_si512(last, magnitude));
+    int bits = _mm512_reduce_max_epi32(most);
+    float absmax, smallest = 1.17549435e-38f;
+    memcpy(&absmax, &bits, 4);
+    if (bits >= 0x7F800000) return NAN;
+    return absmax / levels > smallest ? absmax / levels : smallest;
+}
+
+/* Values / scale, at most 127 and a rounding, to codes + 128: VPDPBUSD multiplies unsigned by signed. */
+INLINE __m128i int8_codes(__m512 scaled) {
+    __m512 sum = _mm512_add_ps(scaled, _mm512_set1_ps(12582912.0f + 128.0f)); /* 1.5 * 2^23: its last bit is 1 */
+    return _mm512_cvtepi32_epi8(_mm512_castps_si512(sum));
+}
+
+/* Values / scale, at most 448 and a rounding, to E4M3: multiples of 2^-3 of their power of two, at least 2^-6. */
+INLINE __m512i fp8_codes(__m512 scaled) {
+    __m512i power = _mm512_and_si512(_mm512_castps_si512(scaled), _mm512_set1_epi32(0x7F800000));
+    power = _mm512_max_epi32(power, _mm512_set1_epi32((127 - 6) << 23));
+    __m512i bits = _mm512_or_si512(_mm512_add_epi32(power, _mm512_set1_epi32(20 << 23)), _mm512_set1_epi32(1 << 22));
+    __m512 rounder = _mm512_castsi512_ps(bits); /* 1.5 * 2^20 * power: a sum's last bit is worth 2^-3 * power */
+    return _mm512_castps_si512(_mm512_sub_ps(_mm512_add_ps(scaled, rounder), rounder));
+}
+
+/* The codes of 16 groups from value `i` on; `left` values remain, beyond which there is code 0. */
+INLINE void quantize_groups(enum format format, const void *x, int is_bf16, int64_t i, int64_t left, __m512 divisor,
+                            uint8_t *groups) {
+    const __m512i high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                                 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512 scaled[4];
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++)
+        if (part < 2 || format == INT8)
+            scaled[part] = _mm512_div_ps(load_float(x, is_bf16, i + 16 * part, first(left - 16 * part)), divisor);
+    if (format == FP8)
+        _mm512_store_si512(groups,
+                           _mm512_permutex2var_epi16(fp8_codes(scaled[0]), high_halves, fp8_codes(scaled[1])));
+    else
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) _mm_store_si128((__m128i *)groups + part, int8_codes(scaled[part]));
+}
+
+/* One token: groups up to a multiple of 16. Returns the scale. */
+INLINE float quantize(enum format format, const void *x, int is_bf16, int64_t k, uint8_t *out) {
+    float scale = token_scale(x, is_bf16, k, format == INT8 ? 127.0f : 448.0f);
+    const __m512 divisor = _mm512_set1_ps(scale);
+    const int64_t step = format == INT8 ? 64 : 32; /* values in 16 groups */
+    int64_t i = 0;
+    for (; i + step <= k; i += step, out += LINE) quantize_groups(format, x, is_bf16, i, step, divisor, out);
+    if (i < k) quantize_groups(format, x, is_bf16, i, k - i, divisor, out);
     return scale;
 }
 
-/* FP8: values rounded to E4M3 (3 bits of mantissa; multiples of 2^-9 below 2^-6) and kept as BF16; padding is 0. */
-static float quantize_fp8(const void *x, int is_bf16, int64_t start, int64_t k, int64_t bytes, uint8_t *out) {
-    float scale = token_scale(absmax_row(x, is_bf16, start, k), 448.0f);
-    __m512 divisor = _mm512_set1_ps(scale), largest = _mm512_set1_ps(448.0f);
-    __m512 to_multiple = _mm512_set1_ps(24576.0f); /* 1.5 * 2^14: adding it rounds to multiples of 2^-9 */
-    uint16_t *codes = (uint16_t *)out;
-    memset(out, 0, bytes);
-    for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 mask = tail(k - i);
-        __m512 value = _mm512_div_ps(load_float(x, is_bf16, start + i, mask), divisor);
-        __m512i bits = _mm512_castps_si512(value);
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
-        bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
-        __m512 normal = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(~0xFFFFF)));
-        __m512 small = _mm512_sub_ps(_mm512_add_ps(value, to_multiple), to_multiple);
-        __mmask16 is_small = _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
-        __m512 code = _mm512_mask_mov_ps(normal, is_small, small);
-        code = _mm512_max_ps(_mm512_min_ps(code, largest), _mm512_sub_ps(_mm512_setzero_ps(), largest));
-        _mm256_mask_storeu_epi16(codes + i, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(code), 16)));
-    }
-    return scale;
+/* Four (INT8) or two (BF16) products per lane, added to `sum`. In assembly, because GCC 12 moves half of the sums to
+ * memory and back between the intrinsics, which halves the speed. */
+INLINE void dot(enum format format, __m512i *sum, __m512i x, __m512i w) {
+    if (format == INT8)
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(x), "v"(w));
+    else
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(*sum) : "v"(x), "v"(w));
 }
 
-/* One tile: `rows` tokens by COLUMNS outputs. `rows` is a constant wherever this is inlined. */
-#define TILE(NAME, VECTOR, START, DOT, TO_FLOAT)                                                                       \
-    static inline __attribute__((always_inline)) void NAME(                                                            \
-        int rows, int64_t groups, const uint8_t *a, int64_t stride, const uint8_t *w, const int32_t *start,            \
-        const float *x_scale, const float *w_scale, const float *bias, void *out, int out_bf16, int64_t ldo,           \
-        int64_t columns) {                                                                                             \
-        VECTOR acc[ROWS][2];                                                                                           \
-        _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++) acc[r][0] = START(start), acc[r][1] = START(start + 16); \
-        for (int64_t g = 0; g < groups; g++) {                                                                         \
-            __m512i w0 = _mm512_load_si512(w + g * 4 * COLUMNS), w1 = _mm512_load_si512(w + g * 4 * COLUMNS + 64);     \
-            _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++) {                                                  \
-                int32_t four;                                                                                          \
-                memcpy(&four, a + r * stride + g * 4, 4);                                                              \
-                __m512i x = _mm512_set1_epi32(four);                                                                   \
-                acc[r][0] = DOT(acc[r][0], x, w0);                                                                     \
-                acc[r][1] = DOT(acc[r][1], x, w1);                                                                     \
-            }                                                                                                          \
-        }                                                                                                              \
-        _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)                                                        \
-            _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {                                                                     \
-                int64_t n = 16 * half;                                                                                 \
-                if (n >= columns) break;                                                                               \
-                __mmask16 mask = tail(columns - n);                                                                    \
-                __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x_scale[r]), _mm512_maskz_loadu_ps(mask, w_scale + n));    \
-                __m512 y = _mm512_mul_ps(TO_FLOAT(acc[r][half]), scale);                                               \
-                if (bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, bias + n));                                 \
-                if (out_bf16)                                                                                          \
-                    _mm256_mask_storeu_epi16((uint16_t *)out + r * ldo + n, mask, _mm512_cvtepi32_epi16(round_bf16(y))); \
-                else                                                                                                   \
-                    _mm512_mask_storeu_ps((float *)out + r * ldo + n, mask, y);                                        \
-            }                                                                                                          \
+/* What a block of outputs is computed from. */
+struct product {
+    const uint8_t *w, *tables;
+    const int32_t *x, *start;
+    const float *w_scale, *x_scale, *bias;
+    void *out;
+    int is_bf16;
+    int64_t n, groups, stride;
+};
+
+/* `rows` tokens from `row` on by COLUMNS outputs from `column` on; `format` and `rows` are constants wherever this is
+ * inlined. On its way it fetches a line every `step` bytes from `prefetch` on, one per group. */
+INLINE void tile(enum format format, int rows, const struct product *p, int64_t row, int64_t column, const uint8_t *w,
+                 const uint8_t *prefetch, int64_t step) {
+    const int32_t *x = p->x + row * p->stride, *start = p->start + column;
+    int64_t groups = p->groups, stride = p->stride;
+    __m512i sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            sum[r][half] = format == INT8 ? _mm512_loadu_si512(start + 16 * half) : _mm512_setzero_si512();
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i w0 = _mm512_load_si512(w + g * 4 * COLUMNS), w1 = _mm512_load_si512(w + g * 4 * COLUMNS + LINE);
+        _mm_prefetch(prefetch + g * step, _MM_HINT_T0);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            __m512i token = _mm512_set1_epi32(x[r * stride + g]);
+            dot(format, &sum[r][0], token, w0);
+            dot(format, &sum[r][1], token, w1);
+        }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            int64_t c = column + 16 * half, at = (row + r) * p->n + c;
+            if (c >= p->n) break;
+            __mmask16 mask = first(p->n - c);
+            __m512 y = format == INT8 ? _mm512_cvtepi32_ps(sum[r][half]) : _mm512_castsi512_ps(sum[r][half]);
+            __m512 scale = _mm512_mul_ps(_mm512_set1_ps(p->x_scale[row + r]), _mm512_loadu_ps(p->w_scale + c));
+            y = _mm512_mul_ps(y, scale);
+            if (p->bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, p->bias + c));
+            if (p->is_bf16)
+                _mm256_mask_storeu_epi16((uint16_t *)p->out + at, mask, round_bf16(y));
+            else
+                _mm512_mask_storeu_ps((float *)p->out + at, mask, y);
+        }
+}
 
-#define INT8_START(start) _mm512_loadu_si512(start)
-#define INT8_DOT(acc, x, w) _mm512_dpbusd_epi32(acc, x, w)
-TILE(tile_int8, __m512i, INT8_START, INT8_DOT, _mm512_cvtepi32_ps)
-
-#ifdef __AVX512BF16__
-#define FP8_START(start) _mm512_setzero_ps()
-#define FP8_DOT(acc, x, w) _mm512_dpbf16_ps(acc, (__m512bh)(x), (__m512bh)(w))
-#define FP8_FLOAT(acc) acc
-TILE(tile_fp8, __m512, FP8_START, FP8_DOT, FP8_FLOAT)
+#ifdef __AVX512VBMI__
+/* A block of E4M3 codes to BF16: low and high byte come from two tables of 128, the sign is kept. */
+static void expand(const uint8_t *codes, int64_t groups, const uint8_t *tables, uint8_t *out) {
+    __m512i low0 = _mm512_loadu_si512(tables), low1 = _mm512_loadu_si512(tables + 64);
+    __m512i high0 = _mm512_loadu_si512(tables + 128), high1 = _mm512_loadu_si512(tables + 192);
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i code = _mm512_load_si512(codes + g * 2 * COLUMNS);
+        _mm_prefetch(codes + g * 2 * COLUMNS + 2048, _MM_HINT_T0);
+        __m512i low = _mm512_permutex2var_epi8(low0, code, low1), high = _mm512_permutex2var_epi8(high0, code, high1);
+        high = _mm512_or_si512(high, _mm512_and_si512(code, _mm512_set1_epi8((char)0x80)));
+        _mm512_store_si512(out + g * 4 * COLUMNS, _mm512_unpacklo_epi8(low, high));
+        _mm512_store_si512(out + g * 4 * COLUMNS + LINE, _mm512_unpackhi_epi8(low, high));
+    }
+}
 #endif
 
-/* x (m, k), BF16 or FP32, row stride ldx; out (m, n) in the type of x; start and w_scale padded to COLUMNS. */
-#define LINEAR(NAME, QUANTIZE, TILE_NAME)                                                                              \
-    int NAME(const void *x, int64_t ldx, int is_bf16, int64_t m, int64_t k, const uint8_t *w, const int32_t *start,    \
-             const float *w_scale, const float *bias, int64_t n, int64_t groups, void *out) {                          \
-        int64_t stride = groups * 4, blocks = (n + COLUMNS - 1) / COLUMNS, chunks = (m + CHUNK - 1) / CHUNK;           \
-        if (!m) return 0;                                                                                              \
-        size_t codes_size = (size_t)(m * stride + 63) / 64 * 64;                                                       \
-        char *memory = reserve(codes_size + m * sizeof(float));                                                        \
-        if (!memory) return 1;                                                                                         \
-        uint8_t *codes = (uint8_t *)memory;                                                                            \
-        float *x_scale = (float *)(memory + codes_size);                                                               \
-        int64_t item = is_bf16 ? 2 : 4;                                                                                \
-        _Pragma("omp parallel") {                                                                                      \
-            _Pragma("omp for schedule(static)") for (int64_t row = 0; row < m; row++) x_scale[row] =                   \
-                QUANTIZE(x, is_bf16, row * ldx, k, stride, codes + row * stride);                                      \
-            _Pragma("omp for schedule(static) collapse(2)") for (int64_t chunk = 0; chunk < chunks; chunk++) for (     \
-                int64_t block = 0; block < blocks; block++) {                                                          \
-                int64_t first = chunk * CHUNK, last = first + CHUNK < m ? first + CHUNK : m, column = block * COLUMNS; \
-                /* Tiles of nearly equal height: a low one has too few sums to hide the latency of an instruction. */     \
-                int64_t tiles = (last - first + ROWS - 1) / ROWS;                                                      \
-                for (int64_t tile = 0, row = first, rows; tile < tiles; tile++, row += rows) {                         \
-                    rows = (last - row + tiles - tile - 1) / (tiles - tile);                                           \
-                    const uint8_t *wb = w + column * stride;                                                           \
-                    const float *bb = bias ? bias + column : 0;                                                        \
-                    char *ob = (char *)out + (row * n + column) * item;                                                \
-                    switch (rows) {                                                                                    \
-                        CASES(TILE_NAME)                                                                               \
-                    }                                                                                                  \
-                }                                                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        return 0;                                                                                                      \
-    }
-#define CASE(TILE_NAME, R)                                                                                             \
+/* Tokens from..to by the outputs of a block. */
+INLINE void multiply(enum format format, const struct product *p, int64_t from, int64_t to, int64_t block,
+                     uint8_t *expanded) {
+    int64_t bytes = p->groups * COLUMNS * (format == INT8 ? 4 : 2), column = block * COLUMNS;
+    int64_t step = ceil_div(bytes, p->groups * ceil_div(to - from, ROWS));
+    const uint8_t *w = p->w + block * bytes, *next = w + bytes;
+#ifdef __AVX512VBMI__
+    if (format == FP8) expand(w, p->groups, p->tables, expanded), w = expanded;
+#endif
+#define TILE(R)                                                                                                        \
     case R:                                                                                                            \
-        TILE_NAME(R, groups, codes + row * stride, stride, wb, start + column, x_scale + row, w_scale + column, bb,    \
-                  ob, is_bf16, n, n - column);                                                                         \
+        tile(format, R, p, row, column, w, next, step);                                                                \
         break;
-#define CASES(T)                                                                                                       \
-    CASE(T, 1) CASE(T, 2) CASE(T, 3) CASE(T, 4) CASE(T, 5) CASE(T, 6) CASE(T, 7) CASE(T, 8) CASE(T, 9) CASE(T, 10)     \
-    CASE(T, 11) CASE(T, 12)
+    for (int64_t row = from; row < to; row += ROWS, next += step * p->groups)
+        switch (to - row < ROWS ? to - row : ROWS) {
+            TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+            TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+        }
+}
 
-LINEAR(linear_int8, quantize_int8, tile_int8)
-#ifdef __AVX512BF16__
-LINEAR(linear_fp8, quantize_fp8, tile_fp8)
-#endif
+/* A parallel region becomes a function of its own, where `format` would be no constant: hence an instance of each. */
+static void multiply_int8(const struct product *p, int64_t from, int64_t to, int64_t block, uint8_t *expanded) {
+    multiply(INT8, p, from, to, block, expanded);
+}
+static float quantize_int8(const void *x, int is_bf16, int64_t k, uint8_t *out) {
+    return is_bf16 ? quantize(INT8, x, 1, k, out) : quantize(INT8, x, 0, k, out);
+}
+static void multiply_fp8(const struct product *p, int64_t from, int64_t to, int64_t block, uint8_t *expanded) {
+    multiply(FP8, p, from, to, block, expanded);
+}
+static float quantize_fp8(const void *x, int is_bf16, int64_t k, uint8_t *out) {
+    return is_bf16 ? quantize(FP8, x, 1, k, out) : quantize(FP8, x, 0, k, out);
+}
 
-/* e^x to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; x is limited to where e^x is normal. */
+/* x (m, k), BF16 or FP32, row stride ldx; out (m, n) in the type of x; w, start from `pack`; start and w_scale padded
+ * to COLUMNS. Returns 1 if there is no memory. */
+int linear(int is_fp8, const void *x, int64_t ldx, int is_bf16, int64_t m, int64_t k, const uint8_t *w,
+           const int32_t *start, const float *w_scale, const uint8_t *tables, const float *bias, int64_t n, void *out) {
+    if (!m) return 0;
+    int64_t groups = ceil_div(k, is_fp8 ? 2 : 4), blocks = ceil_div(n, COLUMNS);
+    int64_t stride = (ceil_div(groups, 16) | 1) * 16; /* an odd number of cache lines: tokens lie in different sets */
+    int64_t chunk = X_BYTES / (4 * stride) / ROWS * ROWS;
+    if (chunk < ROWS) chunk = ROWS;
+    int32_t *codes = (int32_t *)reserve(0, m * (stride * sizeof(int32_t) + sizeof(float)));
+    if (!codes) return 1;
+    float *x_scale = (float *)(codes + m * stride);
+    struct product p = {w, tables, codes, start, w_scale, x_scale, bias, out, is_bf16, n, groups, stride};
+    int failed = 0;
+#pragma omp parallel
+    {
+        uint8_t *expanded = 0;
+        if (is_fp8 && !(expanded = reserve(1, groups * 4 * COLUMNS))) failed = 1;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < m; row++)
+            x_scale[row] = (is_fp8 ? quantize_fp8 : quantize_int8)((const char *)x + row * ldx * (is_bf16 ? 2 : 4),
+                                                                   is_bf16, k, (uint8_t *)(codes + row * stride));
+        if (!failed)
+#pragma omp for schedule(static) collapse(2)
+            for (int64_t from = 0; from < m; from += chunk)
+                for (int64_t block = 0; block < blocks; block++) {
+                    int64_t to = from + chunk < m ? from + chunk : m;
+                    (is_fp8 ? multiply_fp8 : multiply_int8)(&p, from, to, block, expanded);
+                }
+    }
+    return failed;
+}
+
+/* e^x to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; x is limited to where e^x is
+ * normal. */
 static inline __m512 exp_ps(__m512 x) {
     x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
@@ -217,40 +285,60 @@ void silu_and_mul(const void *x, int is_bf16, int64_t m, int64_t d, void *out) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < m; row++)
         for (int64_t i = 0; i < d; i += 16) {
-            __mmask16 mask = tail(d - i);
+            __mmask16 mask = first(d - i);
             __m512 gate = load_float(x, is_bf16, row * 2 * d + i, mask);
             __m512 up = load_float(x, is_bf16, row * 2 * d + d + i, mask);
             __m512 denominator = _mm512_add_ps(_mm512_set1_ps(1.0f), exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
             __m512 y = _mm512_mul_ps(_mm512_div_ps(gate, denominator), up);
             if (is_bf16)
-                _mm256_mask_storeu_epi16((uint16_t *)out + row * d + i, mask, _mm512_cvtepi32_epi16(round_bf16(y)));
+                _mm256_mask_storeu_epi16((uint16_t *)out + row * d + i, mask, round_bf16(y));
             else
                 _mm512_mask_storeu_ps((float *)out + row * d + i, mask, y);
         }
 }
 
-/* Codes (n, k) into blocks, padded with zeros. `expand` is 0 for INT8, else the BF16 bits of each of the 256 E4M3 codes. */
-void pack(const uint8_t *codes, int64_t n, int64_t k, int64_t groups, const uint16_t *expand, uint8_t *out, int32_t *start) {
-    int64_t stride = groups * 4, blocks = (n + COLUMNS - 1) / COLUMNS, per_group = expand ? 2 : 4;
+/* Four codes of each of 16 rows, from column `i` on; rows and columns beyond the end hold 0. */
+INLINE __m512i four_codes(const uint8_t *codes, int64_t rows, int64_t k, int64_t i) {
+    if (i + 4 <= k) {
+        __m512i offsets = _mm512_mullo_epi32(_mm512_set1_epi32((int)k),
+                                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), first(rows), offsets, codes + i, 1);
+    }
+    int32_t four[16] = {0};
+    for (int64_t row = 0; row < rows && row < 16; row++)
+        if (i < k) memcpy(four + row, codes + row * k + i, k - i);
+    return _mm512_loadu_si512(four);
+}
+
+/* Codes (n, k) into blocks, and for INT8 -128 times the sum of each row, which takes the shift of x off again.
+ *
+ * FP8: a group holds 64 bytes, in the order that `expand` needs: of 8 outputs c, c+16 with 4 each, then the next 8. */
+void pack(int is_fp8, const uint8_t *codes, int64_t n, int64_t k, uint8_t *out, int32_t *start) {
+    int64_t groups = ceil_div(k, is_fp8 ? 2 : 4), blocks = ceil_div(n, COLUMNS);
+    __m512i even = _mm512_setr_epi64(0x0006000400020000, 0x0026002400220020, 0x000E000C000A0008, 0x002E002C002A0028,
+                                     0x0016001400120010, 0x0036003400320030, 0x001E001C001A0018, 0x003E003C003A0038);
+    __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
-        uint8_t *target = out + block * COLUMNS * stride;
-        memset(target, 0, COLUMNS * stride);
-        for (int64_t c = 0; c < COLUMNS && block * COLUMNS + c < n; c++) {
-            const uint8_t *row = codes + (block * COLUMNS + c) * k;
-            int32_t sum = 0;
-            for (int64_t g = 0; g * per_group < k; g++) {
-                uint8_t *four = target + (g * COLUMNS + c) * 4;
-                int64_t left = k - g * per_group < per_group ? k - g * per_group : per_group;
-                for (int64_t i = 0; i < left; i++) {
-                    uint8_t code = row[g * per_group + i];
-                    if (expand)
-                        memcpy(four + 2 * i, expand + code, 2);
-                    else
-                        four[i] = code, sum += (int8_t)code;
-                }
+        int64_t row = block * COLUMNS, left = n - row, right = left > 16 ? left - 16 : 0;
+        const uint8_t *a = codes + row * k, *b = right ? a + 16 * k : a;
+        uint8_t *target = out + row * groups * (is_fp8 ? 2 : 4);
+        __m512i sum_a = _mm512_setzero_si512(), sum_b = sum_a, ones = _mm512_set1_epi8(1);
+        for (int64_t i = 0; i < k; i += 4) {
+            __m512i four_a = four_codes(a, left, k, i), four_b = four_codes(b, right, k, i);
+            if (is_fp8) {
+                _mm512_store_si512(target + i * COLUMNS, _mm512_permutex2var_epi16(four_a, even, four_b));
+                if (i + 2 < k)
+                    _mm512_store_si512(target + i * COLUMNS + LINE, _mm512_permutex2var_epi16(four_a, odd, four_b));
+            } else {
+                _mm512_store_si512(target + i * COLUMNS, four_a);
+                _mm512_store_si512(target + i * COLUMNS + LINE, four_b);
+                sum_a = _mm512_dpbusd_epi32(sum_a, ones, four_a);
+                sum_b = _mm512_dpbusd_epi32(sum_b, ones, four_b);
             }
-            start[block * COLUMNS + c] = -128 * sum; /* x is shifted by 128: take 128 * Σ w off again */
         }
+        __m512i shift = _mm512_set1_epi32(-128);
+        _mm512_storeu_si512(start + row, _mm512_mullo_epi32(sum_a, shift));
+        _mm512_storeu_si512(start + row + 16, _mm512_mullo_epi32(sum_b, shift));
     }
 }
