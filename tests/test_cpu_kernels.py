@@ -413,7 +413,8 @@ def test_missing_compiler_is_one_sentence(dtype, no_compiler):
 )
 def test_missing_instructions_are_named(uncached, monkeypatch, dtype, lacks):
     monkeypatch.setattr(kernels, "cpu_flags", lambda: frozenset({"avx512f", "avx512bw"}))
-    assert unavailable(dtype) == f"the processor lacks avx512vl, {lacks}"
+    reason = unavailable(dtype)
+    assert reason.startswith("the processor lacks avx512vl, ") and lacks in reason
 
 
 def test_compile_error_is_one_sentence(dtype, uncached, monkeypatch):
