@@ -76,7 +76,6 @@ def greedy_of_fresh_vllm(folder, dtype, log):
             max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False
         )
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False)
-        llm.llm_engine.engine_core.shutdown()
     ids = [list(output.outputs[0].token_ids) for output in outputs]
     logps = [
         [position[token].logprob for token, position in zip(row, output.outputs[0].logprobs, strict=True)]
@@ -238,6 +237,15 @@ def test_completions_stop_at_every_end_token(policies, int8_engine):
     assert rollouts.completion_tokens == sum(map(len, rollouts.completion_ids))
 
 
+def test_requests_that_the_fast_sampler_cannot_serve_go_to_vllms(policies, int8_engine):
+    """A least length bans the end tokens for a while, and a temperature of zero draws nothing."""
+    int8_engine.sync(policies["qwen2-untied"][1].named_parameters())
+    rollouts = int8_engine.generate([[1, 5]] * 200, max_tokens=40, min_tokens=12, temperature=2.0)
+    assert not any({2, 7} & set(ids[:12]) for ids in rollouts.completion_ids)
+    assert min(map(len, rollouts.completion_ids)) >= 12
+    assert greedy(int8_engine) == greedy(int8_engine)
+
+
 def test_an_interrupted_call_leaves_nothing_behind(policies, int8_engine, monkeypatch):
     """Stopping a cell in Jupyter while the engine samples: the next call gets its own answers, and a sync works."""
     _, w0, _ = policies["qwen2-untied"]
@@ -333,6 +341,18 @@ def test_start_up_noise_goes_to_the_log(policies, capfd):
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "")
     assert "KV cache" in log
+
+
+def test_closing_an_engine_leaves_the_others_working(policies, int8_engine):
+    """vLLM's engines in one process share its process groups."""
+    folder, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    before = greedy(int8_engine)
+    with RolloutEngine(folder, "bf16", max_model_len=64, max_num_seqs=2) as other:
+        other.generate([[1, 5]], max_tokens=2)
+        assert greedy(int8_engine) == before
+    assert greedy(int8_engine) == before
+    int8_engine.sync(w0.named_parameters())
 
 
 def test_a_closed_engine_refuses(policies):

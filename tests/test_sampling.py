@@ -5,6 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'qurl[cpu]'")
+from qurl.rollout import kernels
 from qurl.rollout.sampling import BLOCK, sample_by_inversion
 
 
@@ -54,3 +55,53 @@ def test_frequencies_follow_the_probabilities():
     assert (
         abs(chi_square - 599) < 5 * (2 * 599) ** 0.5
     )  # mean and 5 standard deviations of chi² with 599 degrees
+
+
+compiled = pytest.mark.skipif(
+    kernels.unavailable("int8") is not None, reason=f"no compiled kernels: {kernels.unavailable('int8')}"
+)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [1, 5, BLOCK, 3 * BLOCK + 77])
+def test_compiled_sampler_against_the_definition(vocabulary, dtype):
+    """Tokens by intervals, log-probs after temperature in FP64, ranks by counting; with a row stride and -inf."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (3 * torch.randn(200, vocabulary + 3, generator=generator)).to(dtype)[:, :vocabulary]
+    logits[::3, vocabulary // 2 + 1 :] = -torch.inf
+    temperature = torch.linspace(0.3, 2, 200)
+    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    uniform[0], uniform[1] = 0, 1 - 2**-53
+    tokens, logps, ranks = kernels.sample(logits, temperature, uniform)
+    expected = (logits.double() / temperature.double()[:, None]).log_softmax(-1)
+    drawn = [intervals(row.exp().numpy(), u) for row, u in zip(expected, uniform.numpy(), strict=True)]
+    assert (tokens == torch.tensor(drawn).clamp(max=vocabulary - 1)).float().mean() > 0.99
+    own = expected.gather(1, tokens[:, None])
+    assert torch.isfinite(own).all()
+    torch.testing.assert_close(logps.double(), own[:, 0], atol=2e-5, rtol=0)
+    assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(-1))
+
+
+@compiled
+def test_compiled_sampler_shows_broken_logits():
+    logits = torch.zeros(4, 300)
+    logits[1, 7], logits[2, 299], logits[3] = torch.nan, torch.inf, -torch.inf
+    _, logps, _ = kernels.sample(logits, torch.ones(4), torch.full((4,), 0.5, dtype=torch.float64))
+    assert torch.isnan(logps).tolist() == [False, True, True, True]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_silu_and_mul(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = (8 * torch.randn(7, 3, 2 * 77, generator=generator)).to(dtype)
+    x[0, 0, :6] = torch.tensor([-200.0, 200.0, -88.0, 0.0, 88.0, torch.nan])
+    exact = torch.nn.functional.silu(x[..., :77].double()) * x[..., 77:].double()
+    torch.testing.assert_close(
+        kernels.silu_and_mul(x),
+        exact.to(dtype),
+        rtol=2**-7 if dtype is torch.bfloat16 else 1e-6,
+        atol=1e-30,
+        equal_nan=True,
+    )

@@ -12,11 +12,13 @@ Source: QuRL (arXiv 2602.13953): the behaviour policy Q(θ_old), quantized anew 
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import json
 import os
 import platform
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,10 @@ from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_names, checkpo
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
 _MAX_KV_SHARE_OF_MEMORY = 0.25
+
+
+# Engines of this process that are not closed.
+_open_engines: "weakref.WeakSet[RolloutEngine]" = weakref.WeakSet()
 
 
 class RolloutError(RuntimeError):
@@ -199,6 +205,7 @@ class RolloutEngine:
                 disable_log_stats=True,
                 **memory,
             )
+            _open_engines.add(self)
             if kernels == "qurl":
                 self._call("qurl_use_fast_ops")
         if load_weights:
@@ -213,9 +220,13 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the engine's memory; it cannot be used afterwards. Safe to repeat."""
         if self._llm is not None:
+            _open_engines.discard(self)
             with self._logged("close"):
-                self._llm.llm_engine.engine_core.shutdown()
+                # A shutdown ends the process groups that all engines of this process share: left to the last one.
+                if not _open_engines:
+                    self._llm.llm_engine.engine_core.shutdown()
                 self._llm = None
+                gc.collect()  # vLLM's objects refer to each other in circles
         self._previous_codes = None
         self._unusable = "it is closed"
 

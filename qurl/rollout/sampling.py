@@ -6,7 +6,10 @@ token is the first whose cumulative probability exceeds it. The distribution is 
 """
 
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from qurl.rollout.kernels import sample, unavailable
 
 # Entries of the vocabulary summed at once: a row of 49,152 becomes 192 sums to search, then one block of 256.
 BLOCK = 256
@@ -54,13 +57,60 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
     return index.squeeze(1), fraction.squeeze(1)
 
 
-class InversionSampler(TopKTopPSampler):
-    """vLLM's sampler on a CPU, drawing by inversion where neither top-k, top-p nor a seed per request is asked for."""
+def _leaves_logits_alone(processor) -> bool:
+    """Whether one of vLLM's own logits processors has nothing to do for the current batch; False for unknown ones."""
+    active = {
+        "MinPLogitsProcessor": "min_p_count",
+        "LogitBiasLogitsProcessor": "biases",
+        "MinTokensLogitsProcessor": "min_toks",
+    }
+    attribute = active.get(type(processor).__name__)
+    return attribute is not None and not getattr(processor, attribute)
 
-    def forward_cpu(self, logits, generators, k, p):
-        """Replaces the stock method: same arguments, same return (token ids (B,), processed logits or log-probs)."""
-        if k is not None or p is not None or generators or self.logprobs_mode != "processed_logprobs":
-            return super().forward_cpu(logits, generators, k, p)
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        uniform = torch.rand(len(logits), dtype=torch.float64, device=logits.device)
-        return sample_by_inversion(torch.exp(logprobs, out=logits), uniform), logprobs
+
+class InversionSampler(Sampler):
+    """vLLM's sampler, drawing by inversion where a batch asks for temperature and the tokens' log-probs alone."""
+
+    def __init__(self, logprobs_mode: str):
+        super().__init__(logprobs_mode)
+        self._compiled = unavailable("int8") is None
+
+    def forward(
+        self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None
+    ) -> SamplerOutput:
+        """Replaces the stock method: same arguments, same return."""
+        if not self._is_plain(logits, sampling_metadata, logprobs_mode_override):
+            return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+        temperature = sampling_metadata.temperature
+        uniform = torch.rand(len(logits), dtype=torch.float64)
+        if self._compiled:
+            tokens, logps, ranks = sample(logits, temperature, uniform)
+        else:
+            logprobs = (logits.float() / temperature[:, None]).log_softmax(dim=-1)
+            tokens = sample_by_inversion(logprobs.exp(), uniform)
+            logps = logprobs.gather(1, tokens[:, None]).squeeze(1)
+            ranks = (logprobs >= logps[:, None]).sum(-1)
+        tokens = tokens.to(torch.int32)[:, None]
+        return SamplerOutput(
+            sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, logps[:, None], ranks)
+        )
+
+    def _is_plain(self, logits: torch.Tensor, metadata, logprobs_mode_override) -> bool:
+        holder = metadata.thinking_budget_state_holder
+        processors = (*metadata.logitsprocs.argmax_invariant, *metadata.logitsprocs.non_argmax_invariant)
+        return (
+            metadata.all_random
+            and (logprobs_mode_override or self.logprobs_mode) == "processed_logprobs"
+            and metadata.max_num_logprobs == 0
+            and not metadata.logprob_token_ids
+            and metadata.top_k is None
+            and metadata.top_p is None
+            and not metadata.generators
+            and metadata.no_penalties
+            and metadata.allowed_token_ids_mask is None
+            and not metadata.bad_words_token_ids
+            and not (holder is not None and holder.has_tracked_requests())
+            and all(map(_leaves_logits_alone, processors))
+            and logits.stride(-1) == 1
+            and logits.dtype in (torch.bfloat16, torch.float32)
+        )

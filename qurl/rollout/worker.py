@@ -64,8 +64,7 @@ class RolloutWorker:
 
         compiled_activation = unavailable("int8") is None
 
-        sampler = self.model_runner.sampler
-        sampler.topk_topp_sampler = InversionSampler(sampler.logprobs_mode)
+        self.model_runner.sampler = InversionSampler(self.model_runner.sampler.logprobs_mode)
         for module in self.model_runner.get_model().modules():
             if type(module) is SiluAndMul and compiled_activation:
                 module._forward_method = silu_and_mul

@@ -104,6 +104,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.pack.restype = None
     library.silu_and_mul.argtypes = [pointer, integer, long, long, pointer]
     library.silu_and_mul.restype = None
+    library.sample.argtypes = [pointer, integer, long, long, long, *[pointer] * 5]
+    library.sample.restype = None
     return library
 
 
@@ -206,6 +208,47 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         x.data_ptr(), x.dtype == torch.bfloat16, out.numel() // max(width, 1), width, out.data_ptr()
     )
     return out
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw one token per row by inversion (`qurl.rollout.sampling`), in one go from logits to log-prob.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        Shape (B, V), BF16 or FP32, contiguous within a row.
+    temperature : torch.Tensor
+        Shape (B,), FP32, positive.
+    uniform : torch.Tensor
+        Shape (B,), FP64 in [0, 1).
+
+    Returns
+    -------
+    tokens, logps, ranks : torch.Tensor
+        Each of shape (B,): int64; FP32, after temperature; int64, 1 for the likeliest token.
+
+    Raises
+    ------
+    KernelUnavailableError
+        If the compiled kernels cannot be had.
+    """
+    rows = len(logits)
+    tokens, ranks = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    logps = torch.empty(rows, dtype=torch.float32)
+    _library().sample(
+        logits.data_ptr(),
+        logits.dtype == torch.bfloat16,
+        *logits.shape,
+        logits.stride(0),
+        temperature.data_ptr(),
+        uniform.data_ptr(),
+        tokens.data_ptr(),
+        logps.data_ptr(),
+        ranks.data_ptr(),
+    )
+    return tokens, logps, ranks
 
 
 def _aligned(size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-/* W8A8 linear layers (and SwiGLU) for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
+/* W8A8 linear layers (and SwiGLU, and sampling) for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
  *
  * INT8 multiplies codes as they are (VPDPBUSD). FP8 is emulated: E4M3 codes are exact in BF16, so their products are
  * exact in FP32, where they are summed (VDPBF16PS). In both, x is quantized here, one scale per token, and the result
@@ -308,6 +308,69 @@ INLINE __m512i four_codes(const uint8_t *codes, int64_t rows, int64_t k, int64_t
     for (int64_t row = 0; row < rows && row < 16; row++)
         if (i < k) memcpy(four + row, codes + row * k + i, k - i);
     return _mm512_loadu_si512(four);
+}
+
+/* e^(x / t - most) of 16 logits; 0 where that is below the normal numbers, so for -inf too. */
+static inline __m512 weights_of(const void *x, int is_bf16, int64_t i, __mmask16 mask, __m512 t, __m512 most) {
+    __m512 z = _mm512_sub_ps(_mm512_div_ps(load_float(x, is_bf16, i, mask), t), most);
+    __mmask16 counts = mask & ~_mm512_cmp_ps_mask(z, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+    __m512 weight = exp_ps(z); /* min and max drop NaN, so that is put back */
+    return _mm512_maskz_mov_ps(counts, _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(z, z, _CMP_UNORD_Q), z));
+}
+
+/* Draw a token per row of logits (m, v), row stride ld, by inversion: the first whose cumulative probability at temperature
+ * t exceeds u in [0, 1). Also its log-prob and its rank (1 for the likeliest). NaN among the logits makes the log-prob NaN.
+ * Sums are FP64 over FP32 sums of blocks; one block is then searched entry by entry. */
+void sample(const void *logits, int is_bf16, int64_t m, int64_t v, int64_t ld, const float *temperature,
+            const double *uniform, int64_t *token, float *logp, int64_t *rank) {
+    enum { BLOCK = 256 };
+    int64_t blocks = (v + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t row = 0; row < m; row++) {
+        int64_t origin = row * ld;
+        __m512 t = _mm512_set1_ps(temperature[row]), most = _mm512_set1_ps(-INFINITY);
+        for (int64_t i = 0; i < v; i += 16) {
+            __mmask16 mask = first(v - i);
+            most = _mm512_mask_max_ps(most, mask, most, load_float(logits, is_bf16, origin + i, mask));
+        }
+        most = _mm512_div_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), t);
+        double *ends = (double *)reserve(0, blocks * sizeof(double)), total = 0;
+        token[row] = 0, rank[row] = 0, logp[row] = NAN;
+        if (!ends) continue;
+        for (int64_t b = 0; b < blocks; b++) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t i = b * BLOCK; i < v && i < (b + 1) * BLOCK; i += 16)
+                sum = _mm512_add_ps(sum, weights_of(logits, is_bf16, origin + i, first(v - i), t, most));
+            ends[b] = total += _mm512_reduce_add_ps(sum);
+        }
+        double target = uniform[row] * total;
+        int64_t block = 0;
+        while (block < blocks - 1 && ends[block] <= target) block++;
+        while (block > 0 && ends[block] == ends[block - 1]) block--; /* u * total may round up to the total */
+        double start = block ? ends[block - 1] : 0, width = ends[block] - start, inner = 0, sum = 0;
+        float weight[BLOCK];
+        int64_t count = v - block * BLOCK < BLOCK ? v - block * BLOCK : BLOCK, chosen = -1;
+        for (int64_t i = 0; i < count; i += 16)
+            _mm512_mask_storeu_ps(weight + i, first(count - i),
+                                  weights_of(logits, is_bf16, origin + block * BLOCK + i, first(count - i), t, most));
+        for (int64_t i = 0; i < count; i++) inner += weight[i];
+        double within = (target - start) / width * inner;
+        for (int64_t i = 0; i < count; i++) {
+            if (weight[i] > 0) chosen = i;
+            if ((sum += weight[i]) > within && weight[i] > 0) break;
+        }
+        if (chosen < 0 || !(total > 0)) continue;
+        int64_t index = origin + block * BLOCK + chosen;
+        __m512 z = _mm512_div_ps(load_float(logits, is_bf16, index, 1), t);
+        float own = _mm512_cvtss_f32(z);
+        for (int64_t i = 0; i < v; i += 16) {
+            __mmask16 mask = first(v - i);
+            __m512 other = _mm512_div_ps(load_float(logits, is_bf16, origin + i, mask), t);
+            rank[row] += __builtin_popcount(_mm512_mask_cmp_ps_mask(mask, other, _mm512_set1_ps(own), _CMP_GE_OQ));
+        }
+        token[row] = block * BLOCK + chosen;
+        logp[row] = (float)((double)own - (double)_mm512_cvtss_f32(most) - log(total));
+    }
 }
 
 /* Codes (n, k) into blocks, and for INT8 -128 times the sum of each row, which takes the shift of x off again.
