@@ -18,7 +18,13 @@ from qurl.roofline import PAPER_RANGE
 _PALETTE = sns.color_palette("colorblind")
 _PAPER, _ROOFLINE = _PALETTE[3], _PALETTE[2]
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
-_NAMES = {"vllm-bf16": "BF16 (vLLM)", "bf16": "BF16 (qurl)", "fp32": "FP32", "int8": "INT8", "fp8": "FP8"}
+_NAMES = {
+    "vllm-bf16": "BF16, vLLM as it comes",
+    "bf16": "BF16, qurl's sampler and norms",
+    "fp32": "FP32",
+    "int8": "INT8",
+    "fp8": "FP8",
+}
 
 
 def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") -> Figure:

@@ -71,6 +71,7 @@ def greedy_of_fresh_vllm(folder, dtype, log):
             logprobs_mode="processed_logprobs",
             worker_extension_cls="qurl.rollout.worker.RolloutWorker",
         )
+        llm.llm_engine.engine_core._finalizer.detach()  # it would end the process groups of the other engines
         llm.collective_rpc("qurl_use_fast_ops")  # the same arithmetic around the products
         parameters = SamplingParams(
             max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False

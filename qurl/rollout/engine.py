@@ -11,6 +11,7 @@ engine holds, then a reset of the prefix cache. One path for BF16, FP32, INT8 an
 Source: QuRL (arXiv 2602.13953): the behaviour policy Q(θ_old), quantized anew at every step.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib.metadata
@@ -41,6 +42,13 @@ _MAX_KV_SHARE_OF_MEMORY = 0.25
 
 # Engines of this process that are not closed.
 _open_engines: "weakref.WeakSet[RolloutEngine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what a script has left open, while the interpreter is still whole."""
+    for engine in list(_open_engines):
+        engine.close()
 
 
 class RolloutError(RuntimeError):
@@ -206,6 +214,8 @@ class RolloutEngine:
                 **memory,
             )
             _open_engines.add(self)
+            # vLLM shuts an engine down when it is collected, and with it what the other engines share: see close.
+            self._llm.llm_engine.engine_core._finalizer.detach()
             if kernels == "qurl":
                 self._call("qurl_use_fast_ops")
         if load_weights:

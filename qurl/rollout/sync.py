@@ -32,7 +32,7 @@ class SyncReport:
     bytes : int
         Handed to vLLM: codes, scales and the full-precision tensors.
     quantized_layers, full_precision_layers : int
-        Linear layers of the live model by what their kernel multiplies with; fused layers (q/k/v, gate/up) count once.
+        Linear layers of the decoder by what their kernel multiplies with; fused layers (q/k/v, gate/up) count once.
     codes_changed : float or None
         Share of the codes that differ from the sync before; None for the first, or without ``track_codes``.
     """
