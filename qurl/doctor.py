@@ -185,7 +185,8 @@ def check_cpu_features() -> Check:
     )
     value = ", ".join(flag for flag in wanted if flag in flags) or "none that matters here"
     if platform.machine() in ("x86_64", "AMD64"):
-        value += "" if "amx_int8" in flags else "; no AMX (FP32 may be faster than BF16)"
+        if not flags & {"amx_bf16", "avx512_bf16"}:
+            value += "; no arithmetic in BF16 (FP32 is likely faster)"
         if not flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
             fix = "Expect less from INT8 here: this CPU has no dot products of 8-bit integers (VNNI)."
             return Check("cpu features", "warn", value, fix)
@@ -319,7 +320,7 @@ def _kernel_check(name: str, selection: dict) -> Check:
     passed_over = "; ".join(selection["passed_over"])
     if selection["kernel"] is None:
         return Check(name, "missing", f"none: {passed_over}", "Use another rollout dtype on this machine.")
-    value = selection["kernel"] + (", emulated" if selection["emulated"] else "")
+    value = selection["kernel"]
     value += f" (passed over: {passed_over})" if passed_over else ""
     if selection["slow"]:
         fix = f"Install qurl itself, whose vLLM plugin brings a faster FP8 kernel: {_INSTALL}."
