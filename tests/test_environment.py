@@ -429,7 +429,7 @@ def test_memory_is_the_containers_where_it_has_a_limit(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "status", "named"),
     [
-        ("fpu avx2 avx512f avx512_vnni avx512_bf16", "ok", "no AMX"),
+        ("fpu avx2 avx512f avx512_vnni", "ok", "no arithmetic in BF16"),
         ("fpu avx2 avx512f avx512_vnni amx_int8 amx_bf16", "ok", "amx_int8"),
         ("fpu sse4_2 avx2", "warn", "avx2"),
     ],
