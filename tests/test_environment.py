@@ -355,7 +355,8 @@ def test_doctor_finds_this_environment_complete():
     for name in ("engine", "INT8 kernel", "FP8 kernel", "C++ compiler", "LaTeX answers", "dependencies"):
         assert checks[name].status == "ok", checks[name]
     assert checks["torch"].value == metadata.version("torch")
-    assert checks["INT8 kernel"].value.split()[0].endswith("LinearKernel")
+    assert checks["INT8 kernel"].value.startswith("INT8 W8A8")
+    assert checks["FP8 kernel"].value.startswith("FP8 W8A8")
 
 
 def test_engine_for_gpus_without_a_gpu(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def greedy_of_fresh_vllm(folder, dtype, log):
             worker_extension_cls="qurl.rollout.worker.RolloutWorker",
         )
         llm.llm_engine.engine_core._finalizer.detach()  # it would end the process groups of the other engines
-        llm.collective_rpc("qurl_use_fast_ops")  # the same arithmetic around the products
+        llm.collective_rpc("qurl_use_fast_ops", args=(0,))  # the same arithmetic around the products
         parameters = SamplingParams(
             max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0, detokenize=False
         )
@@ -194,6 +195,14 @@ def test_a_failed_sync_is_never_sampled_from(policies, int8_engine):
     assert greedy(int8_engine) == before
 
 
+def test_calls_from_two_threads_take_turns(policies, int8_engine):
+    _, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    expected = greedy(int8_engine)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: greedy(int8_engine), range(8))) == [expected] * 8
+
+
 def test_the_check_after_a_sync_finds_wrong_weights(policies, int8_engine):
     """Codes flipped, and scales spoiled, behind the engine's back."""
     _, w0, w1 = policies["qwen2-untied"]
@@ -206,6 +215,72 @@ def test_the_check_after_a_sync_finds_wrong_weights(policies, int8_engine):
     assert int8_engine._call("qurl_mismatched", {name: (codes, right.scale)}) == [name]
     other = quantize(w1.get_parameter(name), "int8")
     assert int8_engine._call("qurl_mismatched", {name: (right.codes, other.scale)}) == [name]
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda p: p | {NAME: torch.cat([p[NAME], p[NAME]])},
+            r"k_proj.weight has shape \(128, 128\), but the model's is",
+        ),
+        (
+            lambda p: p | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(128)},
+            "o_proj.bias is not one of the model's",
+        ),
+        (
+            lambda p: p | {"model.norm.weight": torch.ones(128, dtype=torch.int64)},
+            "model.norm.weight is not a floating",
+        ),
+        (
+            lambda p: [*p.items(), ("model.norm.weight", p["model.norm.weight"])],
+            "model.norm.weight comes twice",
+        ),
+        (
+            lambda p: p | {"model.norm.weight": torch.ones(128, device="meta")},
+            "model.norm.weight is not a floating",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(policies, int8_engine, change, sentence):
+    """vLLM would cut surplus rows off, skip unknown names and take one of two in silence."""
+    _, w0, _ = policies["qwen2-untied"]
+    changed = change(dict(w0.named_parameters()))
+    with pytest.raises(ValueError, match=sentence):
+        int8_engine.sync(changed)
+    with pytest.raises(RolloutError, match="refuses"):
+        int8_engine.generate([[1]])
+    int8_engine.sync(dict(w0.named_parameters()))
+
+
+def test_a_tied_head_must_equal_the_embedding(policies):
+    folder, w0, _ = policies["llama-tied"]
+    parameters = dict(w0.named_parameters())
+    embedding = parameters["model.embed_tokens.weight"]
+    with RolloutEngine(folder, "bf16", max_model_len=LENGTH, max_num_seqs=4) as engine:
+        expected = greedy(engine)
+        engine.sync(parameters | {"lm_head.weight": embedding.clone()})
+        assert greedy(engine) == expected
+        with pytest.raises(ValueError, match=r"lm_head.weight differs from the embedding"):
+            engine.sync(parameters | {"lm_head.weight": 3 * embedding})
+
+
+def test_the_callers_random_numbers_are_its_own(policies, int8_engine):
+    """A trainer seeds at will: rollouts neither repeat with it nor change its stream."""
+    folder, w0, _ = policies["qwen2-untied"]
+    int8_engine.sync(w0.named_parameters())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = int8_engine.generate([[1, 5]] * 4, max_tokens=16).completion_ids
+    with RolloutEngine(folder, "bf16", max_model_len=64, max_num_seqs=2):
+        pass
+    assert torch.equal(torch.rand(3), expected)
+    torch.manual_seed(5)
+    assert int8_engine.generate([[1, 5]] * 4, max_tokens=16).completion_ids != first
 
 
 def test_share_of_codes_changed(policies, int8_engine):
@@ -261,11 +336,16 @@ def test_an_interrupted_call_leaves_nothing_behind(policies, int8_engine, monkey
             raise KeyboardInterrupt
         return step()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(core, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            int8_engine.generate([[1, 9, 9]] * 20, n=2, max_tokens=30)
-    assert greedy(int8_engine) == expected
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    runner = core.model_executor.driver_worker.model_runner
+    for target, name, replacement in ((core, "step", interrupted), (runner, "sample_tokens", interrupt)):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, replacement)
+            with pytest.raises(KeyboardInterrupt):
+                int8_engine.generate([[1, 9, 9]] * 20, n=2, max_tokens=30)
+        assert greedy(int8_engine) == expected
     int8_engine.sync(w0.named_parameters())
     assert greedy(int8_engine) == expected
 

@@ -16,14 +16,18 @@ import contextlib
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import random
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from qurl.models import resolve_model
@@ -33,13 +37,15 @@ from qurl.quantization import (
     get_format,
 )
 from qurl.rollout.log import last_lines, new_log_path, output_to
-from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_names, checkpoint_tensors, parameter_count
+from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, checkpoint_tensors
 
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
 _MAX_KV_SHARE_OF_MEMORY = 0.25
 
 
+# Calls into engines take turns: they redirect the output of the whole process, and vLLM's engines are not thread-safe.
+_one_at_a_time = threading.RLock()
 # Engines of this process that are not closed.
 _open_engines: "weakref.WeakSet[RolloutEngine]" = weakref.WeakSet()
 
@@ -168,12 +174,12 @@ class RolloutEngine:
         self.max_model_len, self.max_num_seqs, self.kernels = max_model_len or limit, max_num_seqs, kernels
         self.compute_dtype = compute_dtype
         self._previous_codes: dict[str, torch.Tensor] | None = {} if track_codes and self.quantized else None
-        self._expected_names: frozenset[str] | None = None
+        self._shapes = checkpoint_shapes(self.path)
         self._stop_token_ids = _end_tokens(self.path, config)
         self.log_path = new_log_path()
 
         # In-process, so that tensors are handed over and not copied; the variable is read when an engine is made.
-        with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), self._logged("start"):
+        with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), _random_states_kept(), self._logged("start"):
             from vllm import LLM
             from vllm.platforms import current_platform
 
@@ -217,7 +223,7 @@ class RolloutEngine:
             # vLLM shuts an engine down when it is collected, and with it what the other engines share: see close.
             self._llm.llm_engine.engine_core._finalizer.detach()
             if kernels == "qurl":
-                self._call("qurl_use_fast_ops")
+                self._call("qurl_use_fast_ops", seed)
         if load_weights:
             self.load_checkpoint(self.path)
 
@@ -274,7 +280,7 @@ class RolloutEngine:
         self._require_open()
         self._unusable = "its last sync was not finished: sync again"
         start = time.perf_counter()
-        stream = SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes)
+        stream = SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes, self._shapes)
         try:
             with self._logged("sync", ValueError):
                 self._call("qurl_load_weights", stream)
@@ -372,11 +378,7 @@ class RolloutEngine:
             prompt_tokens=sum(map(len, prompts)),
             completion_tokens=sum(len(completion.token_ids) for completion in completions),
         )
-        if any(logp != logp for logps in rollouts.logps for logp in logps):
-            raise RolloutError(
-                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; sync again, "
-                f"and see {self.log_path}."
-            )
+        self._check_numbers(rollouts.logps)
         return rollouts
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -414,7 +416,7 @@ class RolloutEngine:
         model_config = self._llm.llm_engine.vllm_config.model_config
         return {
             "model": self.model,
-            "parameters": parameter_count(self.path),
+            "parameters": sum(map(math.prod, self._shapes.values())),
             "dtype": self.dtype,
             "code_bits": self.code_bits,
             "compute_dtype": str(model_config.dtype).removeprefix("torch."),
@@ -433,6 +435,14 @@ class RolloutEngine:
         self._require_open()
         return self._call("qurl_codes_and_scale", name)
 
+    def _check_numbers(self, rows: list[list[float]]) -> None:
+        if any(logp != logp for logps in rows for logp in logps):
+            self._unusable = "it returned NaN, which may have stayed in its cache: make a new engine"
+            raise RolloutError(
+                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; make a new engine "
+                f"with finite weights, and see {self.log_path}."
+            )
+
     def _run(self, prompts: list[list[int]], parameters) -> list:
         try:
             with self._logged("generate"):
@@ -441,6 +451,7 @@ class RolloutEngine:
         except BaseException:
             # An interrupt in a notebook leaves requests behind, which the next call would get the answers of.
             engine = self._llm.llm_engine
+            self._call("qurl_forget_step")
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
@@ -451,7 +462,7 @@ class RolloutEngine:
     def _logged(self, doing: str, *expected: type[Exception]) -> Iterator[None]:
         """Keep the engine's output in its log, and point there when vLLM fails in a way that is not ``expected``."""
         try:
-            with output_to(self.log_path):
+            with _one_at_a_time, output_to(self.log_path):
                 yield
         except (RolloutError, *expected):
             raise
@@ -491,10 +502,8 @@ class RolloutEngine:
                 )
 
     def _check_complete(self, names: set[str]) -> None:
-        """A sync must bring every parameter of the checkpoint (a tied lm_head may be left out)."""
-        if self._expected_names is None:
-            self._expected_names = frozenset(checkpoint_names(self.path))
-        missing = sorted(name for name in self._expected_names - names if name != "lm_head.weight")
+        """A sync must bring every parameter of the checkpoint."""
+        missing = sorted(self._shapes.keys() - names)
         if missing:
             raise RolloutError(
                 f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all "
@@ -602,6 +611,18 @@ def _sampled_logps(completion) -> list[float]:
     """Of vLLM's flat log-probs the first per position: the sampled token's."""
     flat = completion.logprobs
     return [flat.logprobs[start] for start in flat.start_indices]
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """vLLM seeds the process's generators when an engine starts; those belong to the caller."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
 
 
 @contextlib.contextmanager

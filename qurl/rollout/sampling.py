@@ -71,8 +71,10 @@ def _leaves_logits_alone(processor) -> bool:
 class InversionSampler(Sampler):
     """vLLM's sampler, drawing by inversion where a batch asks for temperature and the tokens' log-probs alone."""
 
-    def __init__(self, logprobs_mode: str):
+    def __init__(self, logprobs_mode: str, seed: int):
         super().__init__(logprobs_mode)
+        # Its own: the process's generator belongs to the training, which may seed it anew at every step.
+        self._generator = torch.Generator().manual_seed(seed)
         self._compiled = unavailable("int8") is None
 
     def forward(
@@ -82,7 +84,7 @@ class InversionSampler(Sampler):
         if not self._is_plain(logits, sampling_metadata, logprobs_mode_override):
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         temperature = sampling_metadata.temperature
-        uniform = torch.rand(len(logits), dtype=torch.float64)
+        uniform = torch.rand(len(logits), dtype=torch.float64, generator=self._generator)
         if self._compiled:
             tokens, logps, ranks = sample(logits, temperature, uniform)
         else:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,65 @@ class SyncReport:
     codes_changed: float | None
 
 
+def only_what_fits(
+    named_params: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on the parameters that the model has, and refuse all else: vLLM would cut, skip or overwrite in silence.
+
+    Parameters
+    ----------
+    named_params : iterable of (str, torch.Tensor)
+    shapes : dict
+        Shape of each parameter of the checkpoint.
+
+    Raises
+    ------
+    ValueError
+        With the name: for a parameter that is unknown, comes twice, has another shape, or is not floating point.
+    """
+    tied, embedding, seen = "lm_head.weight" not in shapes, None, set()
+    for name, tensor in named_params.items() if isinstance(named_params, dict) else named_params:
+        if name in seen:
+            raise ValueError(f"parameter {name} comes twice: pass each named parameter of the policy once.")
+        seen.add(name)
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+            raise ValueError(
+                f"parameter {name} is not a floating-point tensor: pass the policy's parameters."
+            )
+        if name.endswith("embed_tokens.weight"):
+            embedding = tensor
+        if name == "lm_head.weight" and tied:
+            if embedding is None or tensor.shape != embedding.shape or not torch.equal(tensor, embedding):
+                raise ValueError(
+                    "parameter lm_head.weight differs from the embedding or comes before it, but the model ties "
+                    "the two: leave it out."
+                )
+            continue
+        if name not in shapes:
+            raise ValueError(
+                f"parameter {name} is not one of the model's: pass those of the same architecture."
+            )
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"parameter {name} has shape {tuple(tensor.shape)}, but the model's is {shapes[name]}: pass the "
+                "parameters of the same model, whole and not sharded."
+            )
+        yield name, tensor
+
+
 class SentTensors:
     """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes."""
 
-    def __init__(self, named_params, dtype: str, code_bits: int, previous_codes: dict | None):
-        self._source = iter(
-            quantized_named_tensors(named_params, dtype, code_bits) if dtype in FORMATS else named_params
-        )
+    def __init__(
+        self,
+        named_params,
+        dtype: str,
+        code_bits: int,
+        previous_codes: dict | None,
+        shapes: dict[str, tuple[int, ...]],
+    ):
+        checked = only_what_fits(named_params, shapes)
+        self._source = quantized_named_tensors(checked, dtype, code_bits) if dtype in FORMATS else checked
         self._previous_codes = previous_codes
         self._had_codes = bool(previous_codes)
         self._changed = self._codes = 0
@@ -122,17 +174,11 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def checkpoint_names(folder: Path) -> Iterator[str]:
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            yield from tensors.keys()
-
-
-def parameter_count(folder: Path) -> int:
-    total = 0
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of a checkpoint, by name, from the headers of its files."""
+    shapes = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                shape = tensors.get_slice(name).get_shape()
-                total += torch.Size(shape).numel()
-    return total
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return shapes

@@ -48,7 +48,11 @@ def _rms_norm(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | N
 class RolloutWorker:
     """Methods added to vLLM's worker. ``self.model_runner`` is vLLM's."""
 
-    def qurl_use_fast_ops(self) -> None:
+    def qurl_forget_step(self) -> None:
+        """Drop what an interrupt left between running the model and drawing tokens; vLLM would stumble over it."""
+        self.model_runner.execute_model_state = None
+
+    def qurl_use_fast_ops(self, seed: int) -> None:
         """On a CPU, take the operations around the products from compiled code; on a GPU vLLM does so itself.
 
         Tokens are drawn by inversion (`qurl.rollout.sampling`); norms run in vLLM's own fused CPU operator, which its
@@ -64,7 +68,7 @@ class RolloutWorker:
 
         compiled_activation = unavailable("int8") is None
 
-        self.model_runner.sampler = InversionSampler(self.model_runner.sampler.logprobs_mode)
+        self.model_runner.sampler = InversionSampler(self.model_runner.sampler.logprobs_mode, seed)
         for module in self.model_runner.get_model().modules():
             if type(module) is SiluAndMul and compiled_activation:
                 module._forward_method = silu_and_mul
@@ -83,7 +87,8 @@ class RolloutWorker:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(runner.model_config.dtype)  # kernels are prepared for the default dtype
         try:
-            runner.reload_weights(weights_iterator=named_tensors)
+            with torch.device(runner.device):  # whatever the caller's default device is
+                runner.reload_weights(weights_iterator=named_tensors)
             self._qurl_refresh_tied_head()
         except BaseException:
             for module in runner.get_model().modules():
