@@ -286,7 +286,7 @@ def test_fig_speedup_runs(tmp_path):
     }
     # Progress as log lines, then the verdict beside the paper's numbers.
     log = done.stdout + done.stderr
-    assert re.search(r"\[1/\d+\] \w+, batch 2, 8 tokens: sync \d", log)
+    assert re.search(r"\[1/\d+\] [\w-]+, batch 2, 8 tokens: sync \d", log)
     assert "not testable with this preset" in log and "paper: 1.2 to 1.8 times BF16" in log
     outputs = "".join(
         json.dumps(cell.get("outputs", "")) for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells
