@@ -163,7 +163,7 @@ def _draw_computed(axes, computed: pd.DataFrame, dtype: str) -> None:
     axes.set_xticks(range(len(cases)), short, fontsize="small")
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.set_xlabel(
-        f"Model, GPU (roofline: context of {computed['context'].iloc[0]} tokens, an upper bound)",
+        f"Model, GPU (roofline: context of {computed['context'].iloc[0]} tokens)",
     )
     axes.set_title(f"{_NAMES[dtype]} on GPUs: reported and computed, not measured here")
     handles = [
