@@ -107,7 +107,6 @@ class SentTensors:
         checked = only_what_fits(named_params, shapes)
         self._source = quantized_named_tensors(checked, dtype, code_bits) if dtype in FORMATS else checked
         self._previous_codes = previous_codes
-        self._had_codes = bool(previous_codes)
         self._changed = self._codes = 0
         self._pending: tuple[str, torch.Tensor] | None = None
         self._projections = 0
@@ -136,7 +135,7 @@ class SentTensors:
 
     @property
     def codes_changed(self) -> float | None:
-        return self._changed / self._codes if self._had_codes and self._codes else None
+        return self._changed / self._codes if self._codes else None
 
     def _keep(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Reservoir sampling: one pass keeps a uniform sample, and every projection is checked sooner or later."""
@@ -161,9 +160,7 @@ class SentTensors:
 def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(
-            f"{folder} holds no .safetensors file: save the model with save_pretrained, or pass load_weights=False."
-        )
+        raise FileNotFoundError(f"{folder} holds no .safetensors file: save the model with save_pretrained.")
     return files
 
 
