@@ -7,10 +7,15 @@ training.
 
 import hashlib
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from qurl.tasks.formats import FORMATS
+from qurl.tasks.task import Task
 
 SPLITS = ("train", "test")
 _HELD_OUT_SHARE = 0.1
+_DEFAULT_N = {"train": 10_000, "test": 1000}
 
 
 class Sum(NamedTuple):
@@ -60,8 +65,7 @@ def sums(split: str, n: int, seed: int = 0, digits: int = 3) -> list[Sum]:
     if digits < 1:
         raise ValueError(f"digits={digits} is not possible: use 1 or more.")
     low, high = 10 ** (digits - 1), 10**digits
-    share = _HELD_OUT_SHARE if split == "test" else 1 - _HELD_OUT_SHARE
-    most = int((high - low) ** 2 * share / 2)
+    most = _most(split, digits)
     if not 0 <= n <= most:
         raise ValueError(f"n={n} is out of range for split={split!r} with digits={digits}: use 0 to {most}.")
     generator = random.Random(seed)
@@ -71,3 +75,69 @@ def sums(split: str, n: int, seed: int = 0, digits: int = 3) -> list[Sum]:
         if split_of(*pair) == split:
             drawn[pair] = None
     return list(drawn)
+
+
+def _most(split: str, digits: int) -> int:
+    share = _HELD_OUT_SHARE if split == "test" else 1 - _HELD_OUT_SHARE
+    return int((9 * 10 ** (digits - 1)) ** 2 * share / 2)
+
+
+def load(
+    split: str = "train",
+    *,
+    digits: int | Sequence[int] = 3,
+    n: int | None = None,
+    seed: int = 0,
+    chat: bool = False,
+) -> Task:
+    """The task "arithmetic".
+
+    Parameters
+    ----------
+    split : {"train", "test"}
+    digits : int or sequence of int
+        Difficulty: decimal digits of both operands. Several levels take turns, and are told apart by the column
+        ``level``.
+    n : int, optional
+        Number of problems; default 10,000 (train) or 1,000 (test), or as many as there are.
+    seed : int
+    chat : bool
+        Ask "What is 12 + 34?" in chat form, and count the last number of the reply. Otherwise ``12+34=``, to be
+        continued by the digits of the sum and nothing else.
+
+    Returns
+    -------
+    Task
+    """
+    import datasets
+
+    levels = (digits,) if isinstance(digits, int) else tuple(digits)
+    if not levels or len(set(levels)) < len(levels):
+        raise ValueError(f"digits={digits!r} is not possible: give one or more different numbers of digits.")
+    shares = [None] * len(levels)
+    if n is not None:
+        if n < len(levels):
+            raise ValueError(f"n={n} is not possible with {len(levels)} levels: use {len(levels)} or more.")
+        shares = [(n + len(levels) - 1 - index) // len(levels) for index in range(len(levels))]
+    drawn = []
+    for level, share in zip(levels, shares, strict=True):
+        if share is None and split in SPLITS and level >= 1:
+            share = min(_DEFAULT_N[split] // len(levels), _most(split, level))
+        # Rank within the level first: levels take turns.
+        drawn += [(rank, level, problem) for rank, problem in enumerate(sums(split, share, seed, level))]
+    answer_format = FORMATS["number" if chat else "exact"]
+    rows = []
+    for _, level, problem in sorted(drawn, key=lambda item: item[0]):
+        text = f"What is {problem.left} + {problem.right}?" if chat else problem.prompt
+        asked = answer_format.ask(text)
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": asked}] if chat else asked,
+                "answer": problem.answer,
+                "id": f"{problem.left}+{problem.right}",
+                "problem": text,
+                "level": level,
+            }
+        )
+    provenance = {"source": "generated", "digits": list(levels), "n": len(rows), "seed": seed, "chat": chat}
+    return Task("arithmetic", split, datasets.Dataset.from_list(rows), answer_format, provenance)
