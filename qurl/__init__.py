@@ -13,6 +13,8 @@ _HOME = {
     "quantize": "qurl.quantization",
     "dequantize": "qurl.quantization",
     "export_checkpoint": "qurl.quantization",
+    "apply_uaq": "qurl.uaq",
+    "undo_uaq": "qurl.uaq",
     "resolve_model": "qurl.models",
     "RolloutEngine": "qurl.rollout",
     "measure_rollout": "qurl.benchmark",
