@@ -83,7 +83,7 @@ def _most(split: str, digits: int) -> int:
 
 
 def load(
-    split: str = "train",
+    split: str | None = None,
     *,
     digits: int | Sequence[int] = 3,
     n: int | None = None,
@@ -94,7 +94,8 @@ def load(
 
     Parameters
     ----------
-    split : {"train", "test"}
+    split : {"train", "test"}, optional
+        Default "train".
     digits : int or sequence of int
         Difficulty: decimal digits of both operands. Several levels take turns, and are told apart by the column
         ``level``.
@@ -111,6 +112,7 @@ def load(
     """
     import datasets
 
+    split = split or "train"
     levels = (digits,) if isinstance(digits, int) else tuple(digits)
     if not levels or len(set(levels)) < len(levels):
         raise ValueError(f"digits={digits!r} is not possible: give one or more different numbers of digits.")

@@ -48,8 +48,17 @@ class Task:
         """Whether the prompts are messages."""
         return not isinstance(self.dataset[0]["prompt"], str)
 
-    def score(self, completion: str, gold: Any) -> bool | None:
-        """Whether the text of a completion answers right; None where the gold answer cannot be read."""
+    def score(self, completion: str, gold: str | list[str], tolerance: float | None = None) -> bool | None:
+        """Whether the text of a completion answers right; None where the gold answer cannot be read.
+
+        Parameters
+        ----------
+        completion : str
+        gold : str or list of str
+            Several are alternatives, each of them right.
+        tolerance : float, optional
+            Absolute error that the data set allows.
+        """
         if self.answer_format.exact:
             return completion == gold
         from qurl.answers import check
