@@ -305,10 +305,12 @@ def _find_folds(model: nn.Module, targets: tuple[str, ...]) -> list[_Fold]:
             if reader in linears:
                 norm_of[reader] = norm_name
     for name in linears:
+        if trace.readers[name] != [name]:
+            raise _refusal(
+                model, f"a forward pass does not use the weight of {name} once, in a product of its own"
+            )
         if name not in norm_of:
             raise _refusal(model, f"{name} does not read the output of a norm with a weight and no bias")
-        if trace.readers[name] != [name]:
-            raise _refusal(model, f"the weight of {name} is used more than once")
     folds = []
     for norm_name in dict.fromkeys(norm_of.values()):
         readers = trace.readers[norm_name]
