@@ -1,0 +1,269 @@
+"""Configuration of `qurl.trainer.QuRLTrainer`: TRL's `GRPOConfig` with the fields of quantized rollouts.
+
+Every combination that has no defined meaning is refused here, at construction, naming the fields and the fix.
+"""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from qurl.objectives import OBJECTIVES
+
+ROLLOUT_DTYPES = ("int8", "fp8", "bf16", "fp32")
+EVAL_ROLLOUT_DTYPES = ("same", "bf16", "fp32")
+PROXIMAL_LOGPS = ("auto", "recompute", "reuse")
+ROLLOUT_WEIGHTS = ("auto", "fp32", "bf16")
+MISMATCH_ACTIONS = ("warn", "stop", "full_precision")
+UAQ_MODES = ("fold", "learning_rates")
+# Losses of TRL without a clipped surrogate: there is no bound that acr could adapt.
+LOSSES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
+
+
+@dataclass
+class QuRLConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`QuRLTrainer`].
+
+    This class includes the parameters of [`~trl.GRPOConfig`] and those of quantized rollouts, after
+    [QuRL](https://huggingface.co/papers/2602.13953). C of the paper is `vllm_importance_sampling_clip_max` (2.0 here),
+    its ε are `epsilon` and `epsilon_high`. Defaults that differ from TRL's: `use_vllm=True`,
+    `vllm_importance_sampling_mode="token_truncate"`, `vllm_importance_sampling_clip_max=2.0` and
+    `use_bias_correction_kl=False` (the paper's KL term is plain k3).
+
+    Parameters:
+        > Parameters that control the rollouts
+
+        rollout_dtype (`str`, *optional*, defaults to `"int8"`):
+            Number format of the decoder projections in the sampling copy: `"int8"`, `"fp8"`, `"bf16"` or `"fp32"`.
+        rollout_code_bits (`int`, *optional*, defaults to `8`):
+            Fewer code levels of the same INT8 kernels, ±(2^(b−1)−1): the stress setting.
+        rollout_weights (`str`, *optional*, defaults to `"auto"`):
+            What is quantized: the `"fp32"` parameters, or their `"bf16"` cast. `"auto"` takes the ones that the
+            proximal log-probs are computed with: the cast where the forward pass runs in BF16.
+        eval_rollout_dtype (`str`, *optional*, defaults to `"same"`):
+            Number format of the rollouts of evaluation: `"same"`, `"bf16"` or `"fp32"` (a second engine).
+        sync_check (`bool`, *optional*, defaults to `True`):
+            Compare a sample of layers with what was sent after each sync, and decode one token.
+
+        > Parameters that control the objective
+
+        objective (`str`, *optional*, defaults to `"acr"`):
+            `"naive"` (Eq. 3), `"proximal"` (Eq. 1), `"decoupled"` (Eq. 4), `"tis"` (Eq. 5) or `"acr"` (Eq. 9).
+        proximal_logps (`str`, *optional*, defaults to `"auto"`):
+            `"recompute"` the proximal log-probs in a forward pass of their own, or `"reuse"` those of the training
+            forward pass, which is possible where no optimizer step lies between the two and no dropout is active.
+            `"auto"` reuses them where that is so.
+        uaq_scale (`float`, *optional*, defaults to `1.0`):
+            s of Update-Aware Quantization (the paper uses 1.5); 1.0 is off.
+        uaq_mode (`str`, *optional*, defaults to `"fold"`):
+            `"fold"` scales weights and norms as the paper does; `"learning_rates"` is the control arm: parameter
+            groups with the learning rates that UAQ amounts to.
+
+        > Parameters that control the diagnostics
+
+        update_noise_every (`int`, *optional*, defaults to `0`):
+            Compare the weight update with the quantization error every so many syncs (0: never); keeps a copy of
+            the projections in main memory.
+        attribute_mismatch_every (`int`, *optional*, defaults to `0`):
+            Split the mismatch into engine, quantization and staleness every so many generation batches (0: never);
+            needs a full-precision engine beside the quantized one.
+        mismatch_limit (`float`, *optional*):
+            Largest KL(behav‖prox), k3 in nats per token, of a generation batch.
+        mismatch_action (`str`, *optional*, defaults to `"warn"`):
+            Above the limit: `"warn"` once, `"stop"` with a checkpoint, or sample in `"full_precision"` from then on.
+    """
+
+    use_vllm: bool = field(
+        default=True, metadata={"help": "Rollouts come from vLLM; cannot be switched off."}
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate", metadata={"help": "Set by the objective: token_truncate only."}
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=2.0, metadata={"help": "C, at which the importance weights are truncated."}
+    )
+    use_bias_correction_kl: bool = field(
+        default=False, metadata={"help": "Multiply the KL term by the policy ratio; the paper does not."}
+    )
+    rollout_dtype: str = field(
+        default="int8", metadata={"help": "Number format of the rollouts: int8, fp8, bf16 or fp32."}
+    )
+    rollout_code_bits: int = field(
+        default=8, metadata={"help": "Below 8 (int8 only): fewer code levels, the stress setting."}
+    )
+    rollout_weights: str = field(
+        default="auto", metadata={"help": "Weights that are quantized: auto, fp32 or bf16."}
+    )
+    eval_rollout_dtype: str = field(
+        default="same", metadata={"help": "Number format of evaluation's rollouts: same, bf16 or fp32."}
+    )
+    sync_check: bool = field(default=True, metadata={"help": "Check the engine's weights after each sync."})
+    objective: str = field(default="acr", metadata={"help": "naive, proximal, decoupled, tis or acr."})
+    proximal_logps: str = field(default="auto", metadata={"help": "auto, recompute or reuse."})
+    uaq_scale: float = field(default=1.0, metadata={"help": "s of update-aware quantization; 1.0 is off."})
+    uaq_mode: str = field(
+        default="fold", metadata={"help": "fold, or learning_rates for the control arm of UAQ."}
+    )
+    update_noise_every: int = field(
+        default=0, metadata={"help": "Syncs between comparisons of update and quantization error; 0: never."}
+    )
+    attribute_mismatch_every: int = field(
+        default=0, metadata={"help": "Generation batches between attributions of the mismatch; 0: never."}
+    )
+    mismatch_limit: float | None = field(
+        default=None, metadata={"help": "Largest KL(behav‖prox), k3 in nats per token."}
+    )
+    mismatch_action: str = field(
+        default="warn", metadata={"help": "Above the limit: warn, stop or full_precision."}
+    )
+
+    def __post_init__(self):
+        self._check_choices()
+        self._check_numbers()
+        self._check_correction()
+        super().__post_init__()
+        self._check_objective()
+        self._check_proximal_logps()
+        self._check_sampling()
+        self._check_engine()
+
+    @property
+    def optimizer_steps_per_batch(self) -> float:
+        """Optimizer steps on one generation batch; below 1 where several batches are accumulated into a step."""
+        return self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
+
+    @property
+    def proximal_is_current(self) -> bool:
+        """Whether no optimizer step lies between sampling a batch and any of its losses, so that π_θ = π_prox there."""
+        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    def _check_choices(self) -> None:
+        for name, allowed in (
+            ("rollout_dtype", ROLLOUT_DTYPES),
+            ("eval_rollout_dtype", EVAL_ROLLOUT_DTYPES),
+            ("rollout_weights", ROLLOUT_WEIGHTS),
+            ("objective", OBJECTIVES),
+            ("proximal_logps", PROXIMAL_LOGPS),
+            ("uaq_mode", UAQ_MODES),
+            ("mismatch_action", MISMATCH_ACTIONS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name}={value!r} is not possible: use one of {', '.join(map(repr, allowed))}."
+                )
+
+    def _check_numbers(self) -> None:
+        bits = self.rollout_code_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+            raise ValueError(f"rollout_code_bits={bits!r} is not possible: use a whole number from 2 to 8.")
+        if bits != 8 and self.rollout_dtype != "int8":
+            raise ValueError(
+                f"rollout_code_bits={bits} needs rollout_dtype='int8', not {self.rollout_dtype!r}: fewer code levels "
+                "exist for INT8 alone."
+            )
+        for name in ("update_noise_every", "attribute_mismatch_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not possible: use a whole number, 0 for never.")
+        if not 0 < self.uaq_scale < float("inf"):
+            raise ValueError(
+                f"uaq_scale={self.uaq_scale} is not possible: use a positive number, 1.0 for off."
+            )
+        if self.mismatch_limit is not None and not self.mismatch_limit > 0:
+            raise ValueError(
+                f"mismatch_limit={self.mismatch_limit} is not possible: use a positive number of nats, or None."
+            )
+
+    def _check_correction(self) -> None:
+        """The objective decides how the mismatch is corrected; TRL's own switches must not contradict it."""
+        if not self.use_vllm:
+            raise ValueError(
+                "use_vllm=False is not possible, since quantized rollouts are sampled by vLLM: leave it out, or use "
+                "TRL's GRPOTrainer."
+            )
+        if not self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction=False is not possible: use objective='naive' or 'proximal' for a "
+                "run without correction."
+            )
+        if self.vllm_importance_sampling_mode != "token_truncate":
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not possible, since objective="
+                f"{self.objective!r} decides the correction: leave it out, or use TRL's GRPOTrainer."
+            )
+        if self.vllm_importance_sampling_clip_min is not None:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min} is not possible: no "
+                "objective truncates small weights; leave it out."
+            )
+        cap = self.vllm_importance_sampling_clip_max
+        if cap is None or not 0 < cap < float("inf"):
+            raise ValueError(
+                f"vllm_importance_sampling_clip_max={cap} is not possible: use a positive number such as 2.0, or "
+                "objective='decoupled' for weights without a limit."
+            )
+
+    def _check_objective(self) -> None:
+        if self.objective != "acr":
+            return
+        if self.importance_sampling_level != "token":
+            raise ValueError(
+                f"objective='acr' has no meaning with importance_sampling_level={self.importance_sampling_level!r}, since "
+                "its clip bound is one per token: use importance_sampling_level='token', or objective='tis'."
+            )
+        if self.delta is not None:
+            raise ValueError(
+                f"objective='acr' has no meaning with delta={self.delta}, a second upper limit below which its bound "
+                "would be lost: leave delta out, or use objective='tis'."
+            )
+        if self.loss_type in LOSSES_WITHOUT_CLIPPING:
+            raise ValueError(
+                f"objective='acr' has no meaning with loss_type={self.loss_type!r}, which does not clip a ratio: use "
+                "loss_type='dapo', 'grpo', 'bnpo', 'dr_grpo' or 'luspo', or objective='tis'."
+            )
+
+    def _check_proximal_logps(self) -> None:
+        if self.proximal_logps == "reuse" and not self.proximal_is_current:
+            raise ValueError(
+                f"proximal_logps='reuse' is not possible with steps_per_generation={self.steps_per_generation}, "
+                f"num_iterations={self.num_iterations} and gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, where the policy changes within a generation batch: use 'auto'."
+            )
+
+    def _check_sampling(self) -> None:
+        """Log-probs are those of the softmax at a temperature; whatever reshapes that distribution breaks the ratios."""
+        neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+        for name, values in neutral.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ValueError(
+                    f"{name}={value} changes the sampled distribution after the logits, so that the log-probs of policy "
+                    f"and sampler are not of the same distribution: leave it at {values[0]}."
+                )
+        if self.vllm_structured_outputs_regex is not None:
+            raise ValueError(
+                "vllm_structured_outputs_regex changes the sampled distribution after the logits, so that the log-probs "
+                "of policy and sampler are not of the same distribution: leave it out."
+            )
+        if self.generation_kwargs:
+            raise ValueError(
+                f"generation_kwargs={self.generation_kwargs!r} is not possible: sampling is temperature alone, set by "
+                "temperature and max_completion_length; leave it out."
+            )
+        if not 0.01 <= self.temperature <= 2:
+            raise ValueError(f"temperature={self.temperature} is not possible: use 0.01 to 2.")
+
+    def _check_engine(self) -> None:
+        if self.vllm_mode != "colocate":
+            raise ValueError(
+                f"vllm_mode={self.vllm_mode!r} is not possible yet: use 'colocate', the engine inside the training process."
+            )
+        if self.vllm_tensor_parallel_size != 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} is not possible yet: use 1, one engine per "
+                "training process."
+            )
+        for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")

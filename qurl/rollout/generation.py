@@ -1,0 +1,190 @@
+"""TRL's generation backend over quantized engines.
+
+`QuantizedVLLMGeneration` replaces two things of `trl.generation.vllm_generation.VLLMGeneration`: how vLLM is started and how
+weights get into it. The walk over the parameters stays TRL's, with its merging of adapters and its gathering of shards.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import is_peft_model
+from transformers import GenerationConfig
+from trl.generation.vllm_generation import VLLMGeneration
+
+from qurl.quantization import is_quantized_name
+from qurl.rollout.engine import RolloutEngine, Rollouts
+from qurl.rollout.sync import SyncReport
+
+
+class QuantizedVLLMGeneration(VLLMGeneration):
+    """Samples for a TRL trainer from a copy of the policy in ``dtype``.
+
+    Parameters
+    ----------
+    dtype : {"int8", "fp8", "bf16", "fp32"}
+        Of the rollouts in training.
+    code_bits : int
+        See `qurl.rollout.RolloutEngine`.
+    eval_dtype : {"same", "bf16", "fp32"}
+        Of the rollouts in evaluation; another than ``dtype`` starts a second engine when it is first needed.
+    bf16_weights : bool
+        Quantize the BF16 cast of the projections instead of the parameters themselves.
+    check : bool
+        See `qurl.rollout.RolloutEngine.sync`.
+    stop_token_ids : sequence of int
+        End tokens of the trainer; sampling stops at them and at no other.
+    seed : int
+    **options
+        Those of TRL's class.
+
+    Attributes
+    ----------
+    last_sync : SyncReport or None
+    last_rollouts : Rollouts or None
+    dtype : str
+        Of the engine that sampled last, or samples next.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: str,
+        code_bits: int,
+        eval_dtype: str,
+        bf16_weights: bool,
+        check: bool,
+        stop_token_ids: list[int],
+        seed: int,
+        **options,
+    ):
+        self.train_dtype, self.code_bits = dtype, code_bits
+        self.eval_dtype = dtype if eval_dtype == "same" else eval_dtype
+        self.bf16_weights, self.check, self.seed = bf16_weights, check, seed
+        self.stop_token_ids = stop_token_ids
+        self.dtype = dtype
+        self.last_sync: SyncReport | None = None
+        self.last_rollouts: Rollouts | None = None
+        self._engines: dict[str, RolloutEngine] = {}
+        # How often TRL has said that the policy changed, and at which of these each engine was synced.
+        self._version = 0
+        self._synced: dict[str, int] = {}
+        super().__init__(**options)
+
+    def _init_vllm(self) -> None:
+        """Replaces TRL's method, which knows neither number formats nor CPUs, and loads weights that a sync replaces."""
+        self._folder = tempfile.TemporaryDirectory(prefix="qurl-policy-")
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        config = type(policy.config).from_dict(policy.config.to_dict())
+        # The architecture, whatever class holds it here (a wrapper's name would mean nothing to vLLM).
+        config.architectures = [type(policy).__name__]
+        config.eos_token_id = self.stop_token_ids
+        config.save_pretrained(self._folder.name)
+        GenerationConfig(eos_token_id=self.stop_token_ids).save_pretrained(self._folder.name)
+        self._engine()
+        self.accelerator.wait_for_everyone()
+
+    def _engine(self) -> RolloutEngine:
+        """The engine of the current number format, started when it is first needed."""
+        if self.dtype not in self._engines:
+            self._engines[self.dtype] = RolloutEngine(
+                Path(self._folder.name),
+                self.dtype,
+                code_bits=self.code_bits if self.dtype == "int8" else 8,
+                max_model_len=self.max_model_length,
+                max_num_seqs=self.max_num_seqs,
+                seed=self.seed + self.accelerator.process_index,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                track_codes=True,
+                load_weights=False,
+            )
+        return self._engines[self.dtype]
+
+    def begin(self, *, training: bool, stream: tuple[int, ...]) -> None:
+        """Choose the engine of the next rollouts, and the random numbers that they are drawn with.
+
+        Parameters
+        ----------
+        training : bool
+        stream : tuple of int
+            Names the rollouts within the run. The same stream gives the same random numbers, so that a resumed run
+            samples what the uninterrupted one would have (on a CPU; on a GPU vLLM draws from the process's generator).
+        """
+        self.dtype = self.train_dtype if training else self.eval_dtype
+        sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index, not training, *stream])
+        self._engine().reseed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
+
+    def use_full_precision(self) -> None:
+        """Sample in BF16 from now on, and free the quantized engine."""
+        engine = self._engines.pop(self.train_dtype)
+        if self.eval_dtype == self.train_dtype:
+            self.eval_dtype = "bf16"
+        self.train_dtype = self.dtype = "bf16"
+        engine.close()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """TRL's walk, which leaves adapters merged into the training model when it is broken off: they are taken out."""
+        walk = super()._iter_named_params()
+        try:
+            for name, parameter in walk:
+                if self.bf16_weights and is_quantized_name(name):
+                    parameter = parameter.to(torch.bfloat16)
+                yield name, parameter
+        finally:
+            walk.close()
+            if is_peft_model(self.model) and _has_merged_adapter(self.model):
+                with self._dist.gather_params(list(self.model.parameters())):
+                    self.model.unmerge_adapter()
+
+    def sync_weights(self) -> None:
+        """Replaces TRL's method: quantize, load, check, reset the prefix cache. TRL calls it when the policy has changed."""
+        self._version += 1
+        self._sync()
+
+    def _sync(self) -> None:
+        self.last_sync = self._engine().sync(self._iter_named_params(), check=self.check)
+        self._synced[self.dtype] = self._version
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """Replaces TRL's method: same arguments and return value, without images.
+
+        Parameters
+        ----------
+        prompts : list of list of int
+            Token ids, each prompt as often as it is to be completed.
+        images : None
+        num_generations : int
+            Not needed, since the prompts are repeated.
+        profiler : context manager, optional
+
+        Returns
+        -------
+        tuple
+            Prompt ids, completion ids, log-probs (batch, length, 1) and the token ids that these belong to.
+        """
+        if images is not None:
+            raise ValueError("quantized rollouts are of text alone: leave images out of the dataset.")
+        if self._synced.get(self.dtype) != self._version:
+            self._sync()
+        with profiler or nullcontext():
+            rollouts = self._engine().generate(
+                prompts, max_tokens=self.max_completion_length, temperature=self.temperature
+            )
+        self.last_rollouts = rollouts
+        logps = [[[logp] for logp in sequence] for sequence in rollouts.logps]
+        ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]
+        return prompts, rollouts.completion_ids, logps, ids
+
+    def close(self) -> None:
+        """Free the engines and the folder they were built from; safe to repeat."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+        self._folder.cleanup()
+
+
+def _has_merged_adapter(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "merged_adapters", None) for module in model.modules())

@@ -1,0 +1,450 @@
+"""`QuRLTrainer`: TRL's GRPO, sampling from a quantized copy of the policy (arXiv 2602.13953).
+
+What is replaced of `trl.GRPOTrainer`, and why:
+
+- ``__init__``: its vLLM backend is `qurl.rollout.generation.QuantizedVLLMGeneration`.
+- ``_generate_single_turn``: chooses the engine and the random numbers of the rollouts.
+- ``_generate_and_score_completions``: turns the log-probs of sampler and policy into what the objective needs.
+- ``_get_per_token_logps_and_entropies``, ``_compute_loss``: hand TRL's loss the clip bounds of each token, and take the
+  proximal log-probs from the training forward pass where these are the same.
+- ``create_optimizer``, ``train``, ``_save_checkpoint``: the control arm of UAQ; resuming within a generation batch.
+
+The equations are those of `qurl.objectives`.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from qurl.config import QuRLConfig
+from qurl.diagnostics import mismatch_stats
+from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
+from qurl.rollout.generation import QuantizedVLLMGeneration
+from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
+
+logger = logging.getLogger(__name__)
+
+# Sampled tokens without a log-prob from the engine: up to this share they are left out of the loss, above it the run stops.
+MAX_MISSING_SHARE = 0.01
+# Any finite log-prob of a masked reference token makes exp(ref − logp) harmless, if it is below the policy's.
+_MASKED_REF_LOGP = -1e4
+_ROLLOUT_STATE = "qurl_rollouts_rank{}.pt"
+_BITS = {"int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: log-probs of the engine are missing, or those of the policy are not finite."""
+
+
+class QuRLTrainer(GRPOTrainer):
+    """Trainer for Group Relative Policy Optimization with quantized rollouts.
+
+    A drop-in for [`~trl.GRPOTrainer`]: datasets, reward functions, callbacks, PEFT and accelerate as there; tools,
+    environments, images and ``rollout_func`` are refused until they are tested.
+
+    Parameters
+    ----------
+    model : str or PreTrainedModel or PeftModel
+    reward_funcs : callable or list of callable
+    args : QuRLConfig
+    **options
+        As for [`~trl.GRPOTrainer`].
+
+    Raises
+    ------
+    ValueError
+        For options that quantized rollouts do not support.
+    """
+
+    _tag_names = ["trl", "grpo", "qurl"]  # noqa: RUF012 (TRL's own attribute)
+
+    def __init__(self, model, reward_funcs=None, args: QuRLConfig | None = None, **options):
+        if not isinstance(args, QuRLConfig):
+            raise ValueError(
+                f"args is a {type(args).__name__}: pass a qurl.QuRLConfig, which takes every field of GRPOConfig."
+            )
+        for name in ("tools", "rollout_func", "environment_factory"):
+            if options.get(name):
+                raise ValueError(f"{name} is not supported with quantized rollouts yet: leave it out.")
+        if args.uaq_scale != 1 and (options.get("peft_config") is not None or is_peft_model(model)):
+            raise ValueError(
+                f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with qurl.apply_uaq, "
+                "save it, and train an adapter on that."
+            )
+        # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
+        args.use_vllm = False
+        try:
+            super().__init__(model, reward_funcs, args, **options)
+        finally:
+            args.use_vllm = True
+        self.use_vllm = True
+        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
+            raise ValueError("quantized rollouts are of text alone: use a decoder-only text model.")
+        if args.uaq_scale != 1 and args.uaq_mode == "fold":
+            apply_uaq(self.model, scale=args.uaq_scale)
+        if args.objective == "acr" and args.proximal_is_current:
+            warnings.warn(
+                "objective='acr' equals 'tis' here: with one optimizer step per generation batch no token can be clipped. "
+                "Set steps_per_generation or num_iterations to several optimizer steps per batch.",
+                stacklevel=2,
+            )
+        self._reuses_proximal_logps = self._may_reuse_proximal_logps()
+        self._loss_inputs: dict | None = None
+        self._mismatch_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._warned: set[str] = set()
+        self._last_loaded_step = -1
+        self._last_sync_time: float | None = None
+        self._eval_batches = 0
+        self._restored_buffer: list[dict] | None = None
+        self.vllm_generation = self._build_generation()
+
+    def _build_generation(self) -> QuantizedVLLMGeneration:
+        args = self.args
+        computes_in_bf16 = args.bf16 or next(self.model.parameters()).dtype == torch.bfloat16
+        return QuantizedVLLMGeneration(
+            dtype=args.rollout_dtype,
+            code_bits=args.rollout_code_bits,
+            eval_dtype=args.eval_rollout_dtype,
+            bf16_weights=args.rollout_weights == "bf16"
+            or (args.rollout_weights == "auto" and computes_in_bf16),
+            check=args.sync_check,
+            stop_token_ids=self.eos_token_ids,
+            seed=args.seed,
+            model=self.model,
+            accelerator=self.accelerator,
+            processing_class=self.processing_class,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
+            temperature=self.temperature,
+            max_completion_length=self.max_completion_length,
+            logprobs=0,
+        )
+
+    def _may_reuse_proximal_logps(self) -> bool:
+        """Whether the training forward pass gives the proximal log-probs: no optimizer step between, and no dropout."""
+        if self.args.proximal_logps == "recompute" or not self.args.proximal_is_current:
+            return False
+        dropout = _active_dropout(self.model)
+        if dropout and self.args.proximal_logps == "reuse":
+            raise ValueError(
+                f"proximal_logps='reuse' is not possible with dropout ({dropout}), under which two forward passes differ: "
+                "use 'auto', or disable_dropout=True."
+            )
+        return not dropout
+
+    def create_optimizer(self, *args, **options):
+        """TRL's, but in the control arm of UAQ over parameter groups with UAQ's learning rates (method: `qurl.uaq`)."""
+        if self.args.uaq_scale == 1 or self.args.uaq_mode == "fold" or self.optimizer is not None:
+            return super().create_optimizer(*args, **options)
+        optimizer_class, optimizer_options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        kind = "sgd" if issubclass(optimizer_class, torch.optim.SGD) else "adamw"
+        groups = uaq_parameter_groups(
+            self.model,
+            self.args.learning_rate,
+            self.args.uaq_scale,
+            optimizer=kind,
+            weight_decay=self.args.weight_decay,
+        )
+        self.optimizer = optimizer_class(groups, **optimizer_options)
+        return self.optimizer
+
+    # --- rollouts -------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, *args, **options):
+        training = self.model.training
+        self._eval_batches = 0 if training else self._eval_batches + 1
+        stream = (self._step,) if training else (self.state.global_step, self._eval_batches)
+        self.vllm_generation.begin(training=training, stream=stream)
+        before = self.vllm_generation.last_sync
+        generated = super()._generate_single_turn(*args, **options)
+        self._log_rollout(synced=self.vllm_generation.last_sync is not before)
+        return generated
+
+    def _log_rollout(self, synced: bool) -> None:
+        rollouts, sync = self.vllm_generation.last_rollouts, self.vllm_generation.last_sync
+        metrics = {
+            "rollout/bits": float(_BITS[self.vllm_generation.dtype]),
+            "rollout/seconds": rollouts.seconds,
+            "rollout/tokens_per_second": rollouts.completion_tokens / max(rollouts.seconds, 1e-9),
+        }
+        if synced:
+            now = time.perf_counter()
+            metrics["rollout/sync_seconds"] = sync.seconds
+            if self._last_sync_time is not None:
+                metrics["rollout/sync_share"] = sync.seconds / (now - self._last_sync_time)
+            if sync.codes_changed is not None:
+                metrics["rollout/codes_changed"] = sync.codes_changed
+            self._last_sync_time = now
+        self._log_metrics(metrics)
+
+    def _generate_and_score_completions(self, inputs):
+        reuse = self.model.training and self._reuses_proximal_logps
+        # Without the correction TRL leaves out the forward pass for the proximal log-probs.
+        self.vllm_importance_sampling_correction = not reuse
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = True
+        mask = batch["completion_mask"].bool()
+        behav = batch["sampling_per_token_logps"]
+        known = self._require_known(behav, mask)
+        # TRL multiplies by the mask, under which NaN and inf would survive: masked values are made finite instead.
+        batch["sampling_per_token_logps"] = behav.masked_fill(~known, 0.0)
+        batch["logps_known"] = known
+        if "ref_per_token_logps" in batch:
+            batch["ref_per_token_logps"] = batch["ref_per_token_logps"].masked_fill(~mask, _MASKED_REF_LOGP)
+        if not reuse:
+            self._correct(batch, batch["old_per_token_logps"])
+            self._log_mismatch([self._mismatch(batch)])
+        return batch
+
+    def _require_known(self, behav: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Sampled tokens whose log-prob the engine gave; stops the run where too many lack one."""
+        known = mask & torch.isfinite(behav)
+        counts = torch.stack([mask.sum(), known.sum()]).to(behav.device)
+        total, found = self.accelerator.reduce(counts, reduction="sum").tolist()
+        missing = 1 - found / max(total, 1)
+        self._log_metrics({"mismatch/missing_share": missing})
+        if missing > MAX_MISSING_SHARE:
+            raise TrainingError(
+                f"the engine gave no finite log-prob for {missing:.1%} of the sampled tokens (at most "
+                f"{MAX_MISSING_SHARE:.0%} is tolerated): its weights or kernels are broken, see the engine's log."
+            )
+        return known
+
+    # --- objective ------------------------------------------------------------------------------------------------
+
+    def _correct(self, batch: dict, prox: torch.Tensor) -> None:
+        """Add to a batch what TRL's loss needs for the objective: anchor log-probs, weights, and for acr the bounds.
+
+        ``prox`` are the proximal log-probs, (B, T).
+        """
+        mask, known, behav = (
+            batch["completion_mask"].bool(),
+            batch["logps_known"],
+            batch["sampling_per_token_logps"],
+        )
+        if not bool(torch.isfinite(prox[mask]).all()):
+            raise TrainingError(
+                f"the policy's log-probs are not finite at step {self.state.global_step}: its weights have diverged; go "
+                "back to a checkpoint and lower the learning rate."
+            )
+        prox = prox.detach().masked_fill(~mask, 0.0)
+        behav = torch.where(known, behav, prox)
+        weights = importance_weights(prox, behav, self.args.vllm_importance_sampling_clip_max)
+        batch["old_per_token_logps"] = anchor(self.args.objective, prox, behav)
+        # A token whose sampling log-prob is unknown must not pass as one with w = 1: it gets no weight.
+        batch["importance_sampling_ratio"] = loss_weight(self.args.objective, weights) * (known | ~mask)
+        batch["log_w"] = prox - behav
+        if self.args.objective == "acr":
+            low, high = clip_bounds("acr", weights.r, self.args.epsilon, self._epsilon_high)
+            batch["clip_low"], batch["clip_high"] = low, high
+
+    @property
+    def _epsilon_high(self) -> float:
+        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+
+    def _compute_loss(self, model, inputs):
+        self._loss_inputs = inputs
+        bounds = self.epsilon_low, self.epsilon_high
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.epsilon_low, self.epsilon_high = bounds
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(self, *args, **options):
+        """Within the loss, complete the batch between TRL's forward pass and its reading of anchor, weights and bounds."""
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **options)
+        inputs = self._loss_inputs
+        if inputs is not None:
+            if "importance_sampling_ratio" not in inputs:
+                self._correct(inputs, logps)
+                self._collect_mismatch(inputs)
+            if "clip_low" in inputs:
+                # TRL clips to [1 − epsilon_low, 1 + epsilon_high], and counts clipped tokens by the same bounds.
+                self.epsilon_low, self.epsilon_high = 1 - inputs["clip_low"], inputs["clip_high"] - 1
+        return logps, entropies, aux_loss
+
+    # --- diagnostics ----------------------------------------------------------------------------------------------
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    def _mismatch(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        known = batch["logps_known"]
+        return batch["log_w"][known], batch["sampling_per_token_logps"][known]
+
+    def _collect_mismatch(self, inputs: dict) -> None:
+        """Where the proximal log-probs come with the losses, wait for all parts of the generation batch."""
+        self._mismatch_parts.append(self._mismatch(inputs))
+        if len(self._mismatch_parts) == self.args.steps_per_generation:
+            self._log_mismatch(self._mismatch_parts)
+            self._mismatch_parts = []
+
+    def _log_mismatch(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        log_w, behav = (torch.cat(column).float() for column in zip(*parts, strict=True))
+        if self.accelerator.num_processes > 1:
+            both = self.accelerator.pad_across_processes(torch.stack([log_w, behav], 1), pad_index=math.nan)
+            both = self.accelerator.gather(both)
+            log_w, behav = both[~both[:, 0].isnan()].unbind(1)
+        cap = self.args.vllm_importance_sampling_clip_max
+        stats = mismatch_stats(log_w, behav, cap)
+        if not stats:
+            return
+        if self.args.objective == "acr":
+            r = (math.log(cap) - log_w).clamp(max=0).exp()
+            upper = clip_bounds("acr", r, self.args.epsilon, self._epsilon_high)[1]
+            stats |= {"acr/upper_mean": upper.mean().item(), "acr/upper_max": upper.max().item()}
+        self._log_metrics(stats)
+        if self.model.training:
+            self._look_for_faults(log_w, stats)
+            self._look_at_limit(stats["mismatch/kl_k3"])
+
+    def _look_for_faults(self, log_w: torch.Tensor, stats: dict[str, float]) -> None:
+        if self.vllm_generation.dtype in ("int8", "fp8") and not log_w.any():
+            self._warn_once(
+                "unquantized",
+                "the importance weights are exactly 1 on every token although the rollouts are quantized: the engine's "
+                "log-probs were probably replaced by the policy's.",
+            )
+        if not 0.5 <= stats["mismatch/w_mean"] <= 2:
+            self._warn_once(
+                "mean",
+                f"the mean importance weight is {stats['mismatch/w_mean']:.3g} right after a sync, and should be near 1: "
+                "the engine may hold other weights than the policy, or sample at another temperature.",
+            )
+
+    def _look_at_limit(self, kl: float) -> None:
+        limit, action = self.args.mismatch_limit, self.args.mismatch_action
+        if limit is None or kl <= limit:
+            return
+        message = f"KL(behav‖prox) is {kl:.4g} nats per token at step {self.state.global_step}, above mismatch_limit={limit}"
+        if action == "stop":
+            logger.warning("%s: training stops with a checkpoint.", message)
+            self.control.should_save = self.control.should_training_stop = True
+        elif action == "full_precision" and self.vllm_generation.train_dtype in ("int8", "fp8"):
+            logger.warning("%s: rollouts are in BF16 from now on.", message)
+            self.vllm_generation.use_full_precision()
+        elif action == "warn":
+            self._warn_once("limit", message + ".")
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=2)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options):
+        """Train, from the start or on from a checkpoint.
+
+        Parameters
+        ----------
+        resume_from_checkpoint : str or bool, optional
+            A checkpoint folder; True takes the last complete one of ``output_dir``, whatever a killed run left half
+            written. Prompts, rollouts and random numbers go on where the checkpoint was made.
+        **options
+            As for `transformers.Trainer.train`.
+        """
+        self._last_loaded_step, self._step, self._buffered_inputs = -1, 0, None
+        self._mismatch_parts = []
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            self._restore_rollouts(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
+
+    def _save_checkpoint(self, model, trial):
+        """Also save where the run stands within its generation batch; first, since transformers' last file says "complete"."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        # A folder that a killed run left must not pass as complete before it is.
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        within = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        state = {
+            "step": self._step,
+            "buffer": self._buffered_inputs if within else None,
+            "rollout_dtype": self.vllm_generation.train_dtype,
+        }
+        torch.save(state, folder / _ROLLOUT_STATE.format(self.accelerator.process_index))
+        super()._save_checkpoint(model, trial)
+
+    def _restore_rollouts(self, folder: Path) -> None:
+        if not is_complete(folder):
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r} is not a complete checkpoint: use another, or True for the last "
+                "complete one."
+            )
+        config = folder / "config.json"
+        saved_scale = json.loads(config.read_text()).get("qurl_uaq_scale", 1.0) if config.is_file() else 1.0
+        if not is_peft_model(self.model) and saved_scale != uaq_scale(self.model):
+            raise ValueError(
+                f"checkpoint {str(folder)!r} is scaled by UAQ with s={saved_scale}, but this run with "
+                f"s={uaq_scale(self.model)}: use the same uaq_scale."
+            )
+        path = folder / _ROLLOUT_STATE.format(self.accelerator.process_index)
+        if not path.is_file():
+            raise ValueError(
+                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer or of fewer processes: start "
+                "a new run with it as the model."
+            )
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        self._step, self._buffered_inputs = state["step"], state["buffer"]
+        if state["rollout_dtype"] != self.vllm_generation.train_dtype:
+            self.vllm_generation.use_full_precision()
+
+    def close(self) -> None:
+        """Free the engines; the model can still be saved. Safe to repeat."""
+        self.vllm_generation.close()
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end: transformers writes the trainer's state last."""
+    with contextlib.suppress(OSError, ValueError):
+        return isinstance(json.loads((checkpoint / TRAINER_STATE_NAME).read_text()), dict)
+    return False
+
+
+def last_complete_checkpoint(output_dir: str) -> str:
+    """The newest checkpoint in a folder that was written to its end.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    folders = [
+        p for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.split("-")[-1].isdigit()
+    ]
+    complete = [folder for folder in folders if is_complete(folder)]
+    if not complete:
+        raise ValueError(
+            f"output_dir={output_dir!r} holds no complete checkpoint to resume from: start without "
+            "resume_from_checkpoint."
+        )
+    return str(max(complete, key=lambda folder: int(folder.name.split("-")[-1])))
+
+
+def _active_dropout(model: torch.nn.Module) -> str | None:
+    """What makes two training forward passes of the model differ, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name}, p={module.p}"
+    rate = getattr(model.config, "attention_dropout", 0) or 0
+    return f"attention_dropout={rate}" if rate > 0 else None
