@@ -2,8 +2,11 @@
 
 import copy
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -13,7 +16,7 @@ from qurl.quantization import export_checkpoint, is_quantized_name, quantize
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'qurl[cpu]'")
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.rollout.engine import _environment
-from qurl.rollout.log import output_to
+from qurl.rollout.log import new_log_path, output_to
 
 LENGTH = 320
 SHAPE = {
@@ -177,6 +180,20 @@ def test_a_failed_sync_is_never_sampled_from(policies, int8_engine):
     int8_engine.sync(w0.named_parameters())
     assert greedy(int8_engine) == before
 
+    # Tensors that are not quantized are looked at as well: bias, norm, embedding.
+    for name, value in (
+        ("model.layers.1.self_attn.k_proj.bias", float("inf")),
+        ("model.layers.0.input_layernorm.weight", float("nan")),
+        ("model.embed_tokens.weight", float("-inf")),
+    ):
+        broken = copy.deepcopy(w1)
+        with torch.no_grad():
+            broken.get_parameter(name).view(-1)[-1] = value
+        with pytest.raises(ValueError, match=f"parameter {name} holds NaN or infinity"):
+            int8_engine.sync(broken.named_parameters())
+        with pytest.raises(RolloutError, match="refuses"):
+            int8_engine.generate(PROMPTS)
+
     incomplete = [(n, p) for n, p in w1.named_parameters() if "layers.0.mlp.up_proj" not in n]
     with pytest.raises(RolloutError, match=r"left out 1 parameters \(model.layers.0.mlp.up_proj.weight"):
         int8_engine.sync(incomplete)
@@ -193,6 +210,68 @@ def test_a_failed_sync_is_never_sampled_from(policies, int8_engine):
         int8_engine.generate(PROMPTS)
     int8_engine.sync(w0.named_parameters())
     assert greedy(int8_engine) == before
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError("disk gone\nat sector 7"), RuntimeError("all-gather"), KeyError("layer")]
+)
+def test_an_error_of_the_callers_iterator_is_not_vllms(policies, int8_engine, fault):
+    """A trainer that gathers parameters while it yields them finds its own exception, not one about vLLM's log."""
+    _, w0, _ = policies["qwen2-untied"]
+
+    def dies_half_way():
+        yield from list(w0.named_parameters())[:9]
+        raise fault
+
+    with pytest.raises(type(fault)) as raised:
+        int8_engine.sync(dies_half_way())
+    assert raised.value is fault
+    with pytest.raises(RolloutError) as refused:
+        int8_engine.generate(PROMPTS)
+    first_line = str(fault).splitlines()[0]
+    assert str(refused.value) == (
+        f"This engine refuses to generate: its last sync failed ({type(fault).__name__}: {first_line}): sync again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (None, "named_params is a NoneType and holds no pairs: pass policy.named_parameters()"),
+        (torch.nn.Linear(2, 2), "named_params is a Linear and holds no pairs"),
+        (
+            torch.nn.Linear(2, 2).parameters(),
+            "named_params holds a Parameter where a pair of name and tensor",
+        ),
+        (["model.norm.weight"], "named_params holds a str where a pair"),
+    ],
+)
+def test_what_is_no_stream_of_parameters_is_refused(int8_engine, given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        int8_engine.sync(given)
+
+
+def test_an_engine_recovers_from_weights_that_overflow(policies):
+    """Finite weights whose products are not: NaN reaches the cache of keys and values, and must not stay there."""
+    folder, w0, w1 = policies["qwen2-untied"]
+    huge = copy.deepcopy(w1)
+    with torch.no_grad():
+        for layer in huge.model.layers:
+            layer.self_attn.v_proj.weight.fill_(3e38)
+    with RolloutEngine(folder, "bf16", max_model_len=LENGTH, max_num_seqs=4) as engine:
+        expected, scores = greedy(engine), engine.score(PROMPTS)
+        engine.sync(huge.named_parameters(), check=False)
+        with pytest.raises(RolloutError, match="NaN log-probs"):
+            engine.score(PROMPTS)
+        with pytest.raises(RolloutError, match="refuses to generate: it returned NaN log-probs"):
+            engine.generate(PROMPTS)
+        engine.sync(huge.named_parameters(), check=False)
+        with pytest.raises(RolloutError, match="NaN log-probs"):
+            greedy(engine)
+        with pytest.raises(RolloutError, match="NaN log-probs"):
+            engine.sync(huge.named_parameters())
+        engine.sync(w0.named_parameters())
+        assert (greedy(engine), engine.score(PROMPTS)) == (expected, scores)
 
 
 def test_calls_from_two_threads_take_turns(policies, int8_engine):
@@ -294,6 +373,10 @@ def test_share_of_codes_changed(policies, int8_engine):
     total = sum(p.numel() for n, p in w0.named_parameters() if is_quantized_name(n))
     assert int8_engine.sync(moved.named_parameters()).codes_changed == pytest.approx(nonzero / total)
     assert int8_engine.sync(moved.named_parameters()).codes_changed == 0
+    # A sync that fails half-way does not count: the next is compared with the last one that succeeded.
+    with pytest.raises(RolloutError, match="left out"):
+        int8_engine.sync(list(w0.named_parameters())[:9])
+    assert int8_engine.sync(moved.named_parameters()).codes_changed == 0
 
 
 def test_completions_stop_at_every_end_token(policies, int8_engine):
@@ -320,6 +403,24 @@ def test_requests_that_the_fast_sampler_cannot_serve_go_to_vllms(policies, int8_
     assert not any({2, 7} & set(ids[:12]) for ids in rollouts.completion_ids)
     assert min(map(len, rollouts.completion_ids)) >= 12
     assert greedy(int8_engine) == greedy(int8_engine)
+
+
+@pytest.mark.parametrize("cache", ["a file", "a read-only folder"])
+def test_the_log_goes_elsewhere_where_the_cache_cannot_be_written(tmp_path, monkeypatch, caplog, cache):
+    place = tmp_path / "cache"
+    if cache == "a file":
+        place.write_text("")
+    else:
+        monkeypatch.setattr(
+            "qurl.rollout.log.Path.mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only"))
+        )
+    monkeypatch.setenv("QURL_CACHE", str(place))
+    path = new_log_path()
+    assert place not in path.parents
+    with output_to(path):
+        print("kept")
+    assert path.read_text().endswith("kept\n")
+    assert f"{place} cannot be written" in caplog.text and str(path) in caplog.text
 
 
 def test_an_interrupted_call_leaves_nothing_behind(policies, int8_engine, monkeypatch):
@@ -369,7 +470,26 @@ def test_the_engines_seed_decides_the_samples(policies):
         ({"dtype": "fp8", "code_bits": 4}, "code_bits=4 is not possible with dtype='fp8'"),
         ({"dtype": "bf16", "code_bits": 4}, "full precision and takes neither"),
         ({"dtype": "int8", "code_bits": 9}, "code_bits=9"),
+        ({"code_bits": True}, "code_bits=True is not possible"),
+        ({"dtype": ["int8"]}, r"dtype=\['int8'\] is not possible: use one of"),
+        ({"model": None}, "model=None is not possible: use a name such as"),
+        ({"model": ""}, "model='' is not possible"),
+        ({"seed": -1}, "seed=-1 is not possible: use a whole number from 0 to 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 is not possible"),
+        ({"seed": None}, "seed=None is not possible"),
+        ({"seed": 1.0}, "seed=1.0 is not possible"),
+        ({"seed": True}, "seed=True is not possible"),
+        ({"max_num_seqs": None}, "max_num_seqs=None is not possible: use a whole number of 1 or more"),
+        ({"max_num_seqs": True}, "max_num_seqs=True is not possible"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible"),
+        ({"max_model_len": np.True_}, "max_model_len=.*True.* is not possible"),
+        (
+            {"gpu_memory_utilization": 1.5},
+            "gpu_memory_utilization=1.5 is not possible: use a number from 0.01 to 1",
+        ),
+        ({"gpu_memory_utilization": "half"}, "gpu_memory_utilization='half' is not possible"),
+        ({"track_codes": "no"}, "track_codes='no' is not possible: use True or False"),
+        ({"enforce_eager": 0}, "enforce_eager=0 is not possible: use True or False"),
         ({"max_model_len": 1.5}, "max_model_len=1.5 is not possible"),
         ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds what"),
         ({"kernels": "mine"}, "kernels='mine' is not possible"),
@@ -379,7 +499,7 @@ def test_the_engines_seed_decides_the_samples(policies):
 def test_impossible_engines_are_refused_before_vllm_starts(policies, arguments, sentence, monkeypatch):
     monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
     with pytest.raises(ValueError, match=sentence):
-        RolloutEngine(policies["llama-tied"][0], **arguments)
+        RolloutEngine(**({"model": policies["llama-tied"][0]} | arguments))
 
 
 def test_quantized_and_sparse_models_are_refused(policies, tmp_path):
@@ -403,6 +523,29 @@ def test_quantized_and_sparse_models_are_refused(policies, tmp_path):
         ([[1] * 300], {"max_tokens": 100}, "exceed max_model_len=320"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0"),
         ([[1]], {"n": 0}, "n=0"),
+        ([[1]], {"n": True}, "n=True is not possible"),
+        ([[1]], {"max_tokens": 8.0}, "max_tokens=8.0 is not possible: use a whole number of 1 or more"),
+        (
+            [[1]],
+            {"max_tokens": 8, "min_tokens": 9},
+            "min_tokens=9 is not possible: use a whole number from 0 to 8",
+        ),
+        ([[1]], {"min_tokens": -1}, "min_tokens=-1 is not possible"),
+        ([[1]], {"ignore_eos": "yes"}, "ignore_eos='yes' is not possible"),
+        ([[1, 2.0]], {}, r"prompt_ids\[0\] holds 2.0, which is not a token id"),
+        ([[1], [True]], {}, r"prompt_ids\[1\] holds True, which is not a token id"),
+        (["12"], {}, r"prompt_ids\[0\]='12' is not a list of token ids: encode the prompt"),
+        (["1", "2"], {}, "encode the prompt with the model's tokenizer"),
+        ("12", {}, "prompt_ids='12' is not possible: use a list of lists"),
+        ([1, 2], {}, r"prompt_ids\[0\]=1 is not a list of token ids"),
+        ([torch.tensor([1.0])], {}, r"prompt_ids\[0\] holds 1.0"),
+        (
+            [[1]],
+            {"temperature": 0.005},
+            "temperature=0.005 is not possible: use 0 for greedy decoding, or 0.01 to 2",
+        ),
+        ([[1]], {"temperature": True}, "temperature=True"),
+        ([[1]], {"temperature": "hot"}, "temperature='hot'"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"temperature": float("nan")}, "temperature=nan"),
     ],
@@ -412,6 +555,44 @@ def test_impossible_requests_are_refused(policies, int8_engine, prompts, argumen
     with pytest.raises(ValueError, match=sentence):
         int8_engine.generate(prompts, **arguments)
     assert int8_engine.generate([]).completion_ids == []
+
+
+def test_numbers_of_numpy_and_arrays_of_tokens_are_as_good(policies, int8_engine):
+    int8_engine.sync(policies["qwen2-untied"][1].named_parameters())
+    expected = int8_engine.generate([[1, 5, 9]] * 2, max_tokens=4, temperature=0.0).completion_ids
+    for prompts in (
+        np.array([[1, 5, 9]] * 2),
+        torch.tensor([[1, 5, 9]] * 2),
+        [list(np.array([1, 5, 9])), list(torch.tensor([1, 5, 9]))],
+    ):
+        rollouts = int8_engine.generate(
+            prompts, n=np.int64(1), max_tokens=np.int32(4), temperature=np.float32(0)
+        )
+        assert rollouts.completion_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "shell"),
+    [
+        ("sys.stdout = sys.stderr = None", ""),
+        ("sys.stdout.close(); sys.stderr.close()", ""),
+        ("", " >&- 2>&-"),
+    ],
+)
+def test_a_process_without_standard_streams(policies, tmp_path, before, shell):
+    """As under pythonw, in a daemon, or after a caller closed them."""
+    folder, *_ = policies["llama-tied"]
+    result = tmp_path / "result"
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\n{before}\n"
+        "from qurl.rollout import RolloutEngine\n"
+        f"with RolloutEngine({str(folder)!r}, 'bf16', max_model_len=64, max_num_seqs=2) as engine:\n"
+        "    ids = engine.generate([[1, 5]], max_tokens=3, ignore_eos=True).completion_ids\n"
+        f"open({str(result)!r}, 'w').write(str(len(ids[0])))\n"
+    )
+    subprocess.run(f"{sys.executable} {script}{shell}", shell=True, check=True, timeout=120)
+    assert result.read_text() == "3"
 
 
 def test_start_up_noise_goes_to_the_log(policies, capfd):

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qurl import arguments
 from qurl.models import resolve_model
 from qurl.quantization import (
     FORMATS,
@@ -41,6 +42,10 @@ from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, checkp
 
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
+# numpy's generators, which vLLM seeds too, take no larger one.
+MAX_SEED = 2**32 - 1
+# vLLM would sample at this temperature where a lower one, but not 0, is asked for.
+MIN_TEMPERATURE = 0.01
 _MAX_KV_SHARE_OF_MEMORY = 0.25
 
 
@@ -143,13 +148,26 @@ class RolloutEngine:
         kernels: str = "qurl",
         load_weights: bool = True,
     ):
-        self.dtype, self.code_bits, self.quantized = dtype, code_bits, dtype in FORMATS
         self._llm = None
         self._unusable = "it has no weights yet: call sync first"
-        _check_choice("dtype", dtype, DTYPES)
-        _check_choice("kernels", kernels, ("qurl", "vllm"))
-        compute_dtype = compute_dtype or (dtype if dtype in FULL_PRECISION else "bf16")
-        _check_choice("compute_dtype", compute_dtype, tuple(FULL_PRECISION))
+        arguments.model_name(model)
+        arguments.choice("dtype", dtype, DTYPES)
+        arguments.choice("kernels", kernels, ("qurl", "vllm"))
+        code_bits = arguments.whole_number("code_bits", code_bits, 2, 8)
+        max_num_seqs = arguments.whole_number("max_num_seqs", max_num_seqs, 1)
+        if max_model_len is not None:
+            max_model_len = arguments.whole_number("max_model_len", max_model_len, 2)
+        seed = arguments.whole_number("seed", seed, 0, MAX_SEED)
+        gpu_memory_utilization = arguments.number("gpu_memory_utilization", gpu_memory_utilization, 0.01, 1)
+        arguments.switches(
+            enable_prefix_caching=enable_prefix_caching, track_codes=track_codes, load_weights=load_weights
+        )
+        if enforce_eager is not None:
+            arguments.switches(enforce_eager=enforce_eager)
+        self.dtype, self.code_bits, self.quantized = dtype, code_bits, dtype in FORMATS
+        if compute_dtype is None:
+            compute_dtype = dtype if dtype in FULL_PRECISION else "bf16"
+        arguments.choice("compute_dtype", compute_dtype, tuple(FULL_PRECISION))
         if not self.quantized and (compute_dtype != dtype or code_bits != 8):
             raise ValueError(
                 f"dtype={dtype!r} is full precision and takes neither another compute_dtype nor code_bits: leave them "
@@ -157,9 +175,6 @@ class RolloutEngine:
             )
         if self.quantized:
             get_format(dtype).levels(code_bits)
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not possible: use a whole number of at least 1.")
         _require_vllm()
 
         self.path = resolve_model(model)
@@ -269,15 +284,22 @@ class RolloutEngine:
         Raises
         ------
         ValueError
-            When a weight is not finite, with its name.
+            When a parameter is not finite or not the model's, with its name.
         RolloutError
             When parameters are missing, or the engine does not hold what was sent.
+        Exception
+            Whatever ``named_params`` itself raises, as it is.
 
         Notes
         -----
         After any error the engine refuses to generate until a sync succeeds: it may hold a mixture of weights.
         """
         self._require_open()
+        arguments.switches(check=check)
+        if not isinstance(named_params, Iterable):
+            raise ValueError(
+                f"named_params is a {type(named_params).__name__} and holds no pairs: pass policy.named_parameters()."
+            )
         self._unusable = "its last sync was not finished: sync again"
         start = time.perf_counter()
         stream = SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes, self._shapes)
@@ -295,9 +317,15 @@ class RolloutEngine:
                     self._unusable = None
                     self._check_decodes()
         except BaseException as error:
-            self._unusable = f"its last sync failed ({type(error).__name__}: {error}): sync again"
+            raised = stream.source_error or error
+            first_line = (str(raised).splitlines() or [""])[0]
+            self._unusable = f"its last sync failed ({type(raised).__name__}: {first_line}): sync again"
+            if raised is not error:
+                raise raised from None
             raise
         self._unusable = None
+        if self._previous_codes is not None:
+            self._previous_codes = stream.codes
         layers = self._call("qurl_linear_layers")
         end = time.perf_counter()
         return SyncReport(
@@ -326,16 +354,17 @@ class RolloutEngine:
         Parameters
         ----------
         prompt_ids : sequence of sequence of int
-            Token ids exactly as the policy sees them; nothing is added, no start token either.
+            Token ids exactly as the policy sees them; nothing is added, no start token either. Lists, arrays or
+            tensors of whole numbers.
         n : int
         max_tokens : int
             Longest completion, in tokens; prompt and completion must fit in ``max_model_len``.
         temperature : float
-            0 decodes greedily.
+            0 decodes greedily; otherwise from 0.01 to 2.
         ignore_eos : bool
             Go on after an end token: completions of equal length, for benchmarks.
         min_tokens : int
-            No end token before.
+            No end token before; at most ``max_tokens``.
 
         Returns
         -------
@@ -349,8 +378,17 @@ class RolloutEngine:
             If the engine has no intact weights, or a log-prob comes out NaN.
         """
         self._require_usable()
-        prompts = [list(map(int, ids)) for ids in prompt_ids]
-        self._check_request(prompts, n, max_tokens, temperature)
+        prompts = arguments.token_ids("prompt_ids", prompt_ids)
+        n = arguments.whole_number("n", n, 1)
+        max_tokens = arguments.whole_number("max_tokens", max_tokens, 1)
+        min_tokens = arguments.whole_number("min_tokens", min_tokens, 0, max_tokens)
+        temperature = arguments.number("temperature", temperature, 0, 2)
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature={temperature} is not possible: use 0 for greedy decoding, or {MIN_TEMPERATURE} to 2."
+            )
+        arguments.switches(ignore_eos=ignore_eos)
+        self._check_lengths(prompts, max_tokens)
         if not prompts:
             return Rollouts([], [], [], 0.0, 0, 0)
         from vllm import SamplingParams
@@ -381,6 +419,14 @@ class RolloutEngine:
         self._check_numbers(rollouts.logps)
         return rollouts
 
+    def reseed(self, seed: int) -> None:
+        """Restart the random numbers that tokens are drawn with.
+
+        On a GPU this has no effect: vLLM's sampler draws there from the process's own generator.
+        """
+        self._require_open()
+        self._call("qurl_reseed", seed)
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under the engine's policy, at temperature 1.
 
@@ -395,19 +441,21 @@ class RolloutEngine:
             For each sequence its log-probs from the second token on.
         """
         self._require_usable()
-        tokens = [list(map(int, ids)) for ids in sequences]
-        self._check_request(tokens, 1, 1, 0.0)
+        tokens = arguments.token_ids("sequences", sequences)
+        self._check_lengths(tokens, 1)
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         outputs = self._run(tokens, parameters)
-        return [
+        scores = [
             [
                 position[token].logprob
                 for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
             ]
             for ids, output in zip(tokens, outputs, strict=True)
         ]
+        self._check_numbers(scores)
+        return scores
 
     @property
     def description(self) -> dict:
@@ -437,10 +485,11 @@ class RolloutEngine:
 
     def _check_numbers(self, rows: list[list[float]]) -> None:
         if any(logp != logp for logps in rows for logp in logps):
-            self._unusable = "it returned NaN, which may have stayed in its cache: make a new engine"
+            self._unusable = "it returned NaN log-probs: sync weights that do not overflow"
+            self._call("qurl_clear_kv_cache")
             raise RolloutError(
-                f"vLLM returned NaN log-probs in {self.dtype}: the weights or the kernel are broken; make a new engine "
-                f"with finite weights, and see {self.log_path}."
+                f"vLLM returned NaN log-probs in {self.dtype}: the weights overflow or the kernel is broken; sync "
+                f"others, and see {self.log_path}."
             )
 
     def _run(self, prompts: list[list[int]], parameters) -> list:
@@ -480,12 +529,7 @@ class RolloutEngine:
         if self._unusable:
             raise RolloutError(f"This engine refuses to generate: {self._unusable}.")
 
-    def _check_request(self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float) -> None:
-        if n < 1 or max_tokens < 1 or not 0 <= temperature <= 2:
-            raise ValueError(
-                f"n={n}, max_tokens={max_tokens}, temperature={temperature} are not possible: n and max_tokens "
-                "must be at least 1, and temperature from 0 to 2."
-            )
+    def _check_lengths(self, prompts: list[list[int]], max_tokens: int) -> None:
         vocabulary = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         for index, ids in enumerate(prompts):
             if not ids:
@@ -559,11 +603,6 @@ def hardware_name() -> str:
     if torch.cuda.is_available():
         described += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return described
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not possible: use one of {', '.join(map(repr, allowed))}.")
 
 
 def _vllm_distribution() -> str:

@@ -8,18 +8,31 @@ import contextlib
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import qurl
 from qurl.models import cache_folder
+
+logger = logging.getLogger(__name__)
 
 
 def new_log_path() -> Path:
-    """A fresh file under ``<cache>/logs``, named by time and process."""
-    folder = cache_folder() / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"rollout-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    """A file under ``<cache>/logs``, named by time and process; in a temporary folder where that is not possible."""
+    name = f"rollout-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    path = cache_folder() / "logs" / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as log:
+            log.write(f"qurl {qurl.__version__}\n")  # finds a full disk, too
+    except OSError as error:
+        path = Path(tempfile.mkdtemp(prefix="qurl-")) / name
+        logger.warning(
+            "%s cannot be written (%s): this engine's log is %s.", cache_folder(), error.strerror, path
+        )
+    return path
 
 
 def last_lines(path: Path, count: int = 12) -> str:
@@ -37,8 +50,11 @@ def output_to(path: Path) -> Iterator[None]:
     Python's streams, the file descriptors 1 and 2 (for compiled code), and the handlers of vLLM's loggers, which hold
     the stream that was current when vLLM was imported.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            AttributeError, ValueError, OSError
+        ):  # None, closed or broken: nothing to lose
+            stream.flush()
     with open(path, "a", buffering=1, errors="replace") as log, contextlib.ExitStack() as undo:
         for descriptor in (1, 2):
             with contextlib.suppress(OSError):  # a process without standard streams has nothing to turn aside
@@ -51,11 +67,16 @@ def output_to(path: Path) -> Iterator[None]:
         known_handlers = list(logging.getLogger("vllm").handlers)
         for handler in known_handlers:
             if isinstance(handler, logging.StreamHandler):
-                undo.callback(handler.setStream, handler.setStream(log) or log)
+                undo.callback(setattr, handler, "stream", handler.stream)
+                handler.stream = log  # `setStream` would flush a stream that may be closed by now
         try:
             yield
         finally:
             # vLLM imported in here has made its handler on the log, which is about to be closed.
-            for handler in logging.getLogger("vllm").handlers:
-                if handler not in known_handlers and isinstance(handler, logging.StreamHandler):
-                    handler.setStream(sys.__stderr__)
+            for handler in list(logging.getLogger("vllm").handlers):
+                if handler in known_handlers or not isinstance(handler, logging.StreamHandler):
+                    continue
+                if sys.__stderr__ is None or sys.__stderr__.closed:
+                    logging.getLogger("vllm").removeHandler(handler)
+                else:
+                    handler.stream = sys.__stderr__

@@ -1,5 +1,6 @@
 """What a sync sends: a policy's parameters on their way into the engine, and the checkpoint they may come from."""
 
+import math
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl.quantization import FORMATS, is_quantized_name, quantized_named_tensors
 
@@ -64,7 +66,7 @@ def only_what_fits(
         With the name: for a parameter that is unknown, comes twice, has another shape, or is not floating point.
     """
     tied, embedding, seen = "lm_head.weight" not in shapes, None, set()
-    for name, tensor in named_params.items() if isinstance(named_params, dict) else named_params:
+    for name, tensor in named_params:
         if name in seen:
             raise ValueError(f"parameter {name} comes twice: pass each named parameter of the policy once.")
         seen.add(name)
@@ -94,7 +96,15 @@ def only_what_fits(
 
 
 class SentTensors:
-    """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes."""
+    """The iterator that a sync hands to vLLM: quantizes, and notes names, bytes, time and a sample of the codes.
+
+    Attributes
+    ----------
+    codes : dict
+        Codes (out, in) of each projection sent so far, as bytes in main memory; empty unless those before are given.
+    source_error : BaseException or None
+        What ``named_params`` itself raised.
+    """
 
     def __init__(
         self,
@@ -104,13 +114,15 @@ class SentTensors:
         previous_codes: dict | None,
         shapes: dict[str, tuple[int, ...]],
     ):
-        checked = only_what_fits(named_params, shapes)
+        checked = only_what_fits(self._noting_errors(named_params), shapes)
         self._source = quantized_named_tensors(checked, dtype, code_bits) if dtype in FORMATS else checked
         self._previous_codes = previous_codes
         self._changed = self._codes = 0
         self._pending: tuple[str, torch.Tensor] | None = None
         self._projections = 0
         self._quantized = dtype in FORMATS
+        self.source_error: BaseException | None = None
+        self.codes: dict[str, torch.Tensor] = {}
         self.names: set[str] = set()
         self.sample: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.bytes, self.seconds = 0, 0.0
@@ -129,9 +141,27 @@ class SentTensors:
                 self._count_changes(name, tensor)
             elif self._pending and name == self._pending[0] + "_scale":
                 self._keep(*self._pending, tensor)
+            else:
+                _require_finite(name, tensor)  # quantizing has looked at the others
         finally:
             self.seconds += time.perf_counter() - start
         return name, tensor
+
+    def _noting_errors(self, named_params) -> Iterator[tuple[str, torch.Tensor]]:
+        """The caller's pairs. What goes wrong in its iterator is no fault of vLLM's and must not look like one."""
+        try:
+            for pair in named_params.items() if isinstance(named_params, dict) else named_params:
+                if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+                    raise ValueError(
+                        f"named_params holds a {type(pair).__name__} where a pair of name and tensor should be: pass "
+                        "policy.named_parameters()."
+                    )
+                yield pair
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.source_error = error
+            raise
 
     @property
     def codes_changed(self) -> float | None:
@@ -154,7 +184,16 @@ class SentTensors:
         if before is not None:
             self._changed += int((now != before).sum())
             self._codes += now.numel()
-        self._previous_codes[name] = now.clone()
+        self.codes[name] = now.clone()
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> None:
+    # Extremes instead of `isfinite`: one pass without a temporary tensor, and NaN comes through in both.
+    if tensor.numel() and not all(map(math.isfinite, torch.stack(tensor.detach().aminmax()).tolist())):
+        raise ValueError(
+            f"parameter {name} holds NaN or infinity: look for the training step that diverged, or load an intact "
+            "checkpoint."
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -172,7 +211,12 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of a checkpoint, by name, from the headers of its files."""
+    """Shape of each parameter of a checkpoint, by name: from the headers of its files, or without them from its config."""
+    if not any(folder.glob("*.safetensors")):
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shapes = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:

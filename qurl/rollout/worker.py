@@ -52,6 +52,15 @@ class RolloutWorker:
         """Drop what an interrupt left between running the model and drawing tokens; vLLM would stumble over it."""
         self.model_runner.execute_model_state = None
 
+    def qurl_clear_kv_cache(self) -> None:
+        """Overwrite the cached keys and values with zeros; the prefix cache must be reset before the next request.
+
+        NaN would outlive the sequence that left it: attention multiplies what lies behind the end of the next sequence
+        in that block by zero, instead of skipping it.
+        """
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
     def qurl_use_fast_ops(self, seed: int) -> None:
         """On a CPU, take the operations around the products from compiled code; on a GPU vLLM does so itself.
 
@@ -74,6 +83,11 @@ class RolloutWorker:
                 module._forward_method = silu_and_mul
             elif type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
                 module._forward_method = functools.partial(_rms_norm, module)
+
+    def qurl_reseed(self, seed: int) -> None:
+        """Restart the sampler's random numbers, where they are its own."""
+        if (reseed := getattr(self.model_runner.sampler, "reseed", None)) is not None:
+            reseed(seed)
 
     def qurl_load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors named and shaped as in a checkpoint of the engine's format into the live model.
