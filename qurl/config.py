@@ -189,8 +189,8 @@ class QuRLConfig(GRPOConfig):
             )
         if self.vllm_importance_sampling_mode != "token_truncate":
             raise ValueError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not possible, since objective="
-                f"{self.objective!r} decides the correction: leave it out, or use TRL's GRPOTrainer."
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not possible, since "
+                f"objective={self.objective!r} decides the correction: leave it out, or use TRL's GRPOTrainer."
             )
         if self.vllm_importance_sampling_clip_min is not None:
             raise ValueError(
@@ -209,8 +209,8 @@ class QuRLConfig(GRPOConfig):
             return
         if self.importance_sampling_level != "token":
             raise ValueError(
-                f"objective='acr' has no meaning with importance_sampling_level={self.importance_sampling_level!r}, since "
-                "its clip bound is one per token: use importance_sampling_level='token', or objective='tis'."
+                f"objective='acr' has no meaning with importance_sampling_level={self.importance_sampling_level!r}, "
+                "since its clip bound is one per token: use importance_sampling_level='token', or objective='tis'."
             )
         if self.delta is not None:
             raise ValueError(
@@ -232,19 +232,19 @@ class QuRLConfig(GRPOConfig):
             )
 
     def _check_sampling(self) -> None:
-        """Log-probs are those of the softmax at a temperature; whatever reshapes that distribution breaks the ratios."""
+        """Log-probs are those of a softmax at a temperature; what reshapes that distribution breaks the ratios."""
         neutral = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
         for name, values in neutral.items():
             value = getattr(self, name)
             if value not in values:
                 raise ValueError(
-                    f"{name}={value} changes the sampled distribution after the logits, so that the log-probs of policy "
-                    f"and sampler are not of the same distribution: leave it at {values[0]}."
+                    f"{name}={value} changes the sampled distribution after the logits, so that the log-probs of "
+                    f"policy and sampler are not of the same distribution: leave it at {values[0]}."
                 )
         if self.vllm_structured_outputs_regex is not None:
             raise ValueError(
-                "vllm_structured_outputs_regex changes the sampled distribution after the logits, so that the log-probs "
-                "of policy and sampler are not of the same distribution: leave it out."
+                "vllm_structured_outputs_regex changes the sampled distribution after the logits, so that the "
+                "log-probs of policy and sampler are not of the same distribution: leave it out."
             )
         if self.generation_kwargs:
             raise ValueError(
@@ -257,12 +257,13 @@ class QuRLConfig(GRPOConfig):
     def _check_engine(self) -> None:
         if self.vllm_mode != "colocate":
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} is not possible yet: use 'colocate', the engine inside the training process."
+                f"vllm_mode={self.vllm_mode!r} is not possible yet: use 'colocate', the engine inside the training "
+                "process."
             )
         if self.vllm_tensor_parallel_size != 1:
             raise ValueError(
-                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} is not possible yet: use 1, one engine per "
-                "training process."
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} is not possible yet: use 1, one engine "
+                "per training process."
             )
         for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
             if getattr(self, name):

@@ -16,7 +16,7 @@ METRICS = {
     "mismatch/w_trunc_mean": "mean of min(w, C)",
     "mismatch/truncated_share": "share of tokens with w > C",
     "mismatch/ess": "effective sample size over the number of tokens, (Σw)² / (N·Σw²), in (0, 1]",
-    "mismatch/perplexity_gap": "perplexity of the sampled tokens under the proximal policy minus that under the behaviour policy",
+    "mismatch/perplexity_gap": "perplexity of the sampled tokens under the proximal minus under the behaviour policy",
     "mismatch/missing_share": "share of sampled tokens without a log-prob from the engine; they carry no gradient",
     "acr/upper_mean": "mean of the upper clip bound (1+ε_high)/r",
     "acr/upper_max": "largest upper clip bound",
@@ -28,7 +28,7 @@ METRICS = {
     "rollout/codes_changed": "share of codes that differ from the sync before",
     "attribution/quantization_k3": "KL(behav‖same engine in full precision), k3, nats per token",
     "attribution/engine_k3": "KL(full-precision engine‖training forward), k3, nats per token",
-    "attribution/staleness_k3": "KL(prox‖current policy) on the last optimizer step of a generation batch, k3, nats per token",
+    "attribution/staleness_k3": "KL(prox‖policy at the batch's last optimizer step), k3, nats per token",
     "update/codes_changed": "share of codes changed by the optimizer steps since the update before",
     "update/update_to_noise": "norm of those weight updates over the norm of the quantization error",
     "update/update_to_step": "mean size of those weight updates in quantization steps",
@@ -36,7 +36,7 @@ METRICS = {
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(x) − 1 − x ≥ 0 per token, exact for small x: the k3 estimator of KL(p‖q) with x = log q/p under samples of p."""
+    """The k3 estimator exp(x) − 1 − x of KL(p‖q), per token, with x = log q/p under samples of p; never negative."""
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -87,7 +87,7 @@ def clip_stats(
     low: torch.Tensor | float,
     high: torch.Tensor | float,
 ) -> dict[str, float]:
-    """Shares of tokens where the clip binds: outside its bound *and* on the side where the minimum takes the clipped term.
+    """Shares of tokens where the clip binds: outside a bound, on the side where the minimum is the clipped term.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""The five objectives of QuRL (arXiv 2602.13953) on tensors of shape (B, T): one row per completion, one column per token.
+"""The five objectives of QuRL (arXiv 2602.13953) on tensors of shape (B, T): completions by tokens.
 
-Three policies meet in each sampled token: the current one, π_θ; the proximal one, π_prox, in full precision at the moment
-the batch was sampled; and the behaviour policy, π_behav, the quantized copy that sampled it. All log-probs are those of
-the sampled token, after temperature. With
+Three policies meet in each sampled token: the current one, π_θ; the proximal one, π_prox, in full precision at the
+moment the batch was sampled; and the behaviour policy, π_behav, the quantized copy that sampled it. All log-probs are
+those of the sampled token, after temperature. With
 
     R = π_θ / π_prox      w = π_prox / π_behav      r = min(1, C / w)      S(x, lo, hi) = min(x·A, clip(x, lo, hi)·A)
 

@@ -2,10 +2,10 @@
 
 What is replaced of `trl.GRPOTrainer`, and why:
 
-- ``__init__``: its vLLM backend is `qurl.rollout.generation.QuantizedVLLMGeneration`.
-- ``_generate_single_turn``: chooses the engine and the random numbers of the rollouts.
-- ``_generate_and_score_completions``: turns the log-probs of sampler and policy into what the objective needs.
-- ``_get_per_token_logps_and_entropies``, ``_compute_loss``: hand TRL's loss the clip bounds of each token, and take the
+- ``__init__``: its vLLM backend is `qurl.rollout.generation.QuantizedVLLMGeneration`. - ``_generate_single_turn``:
+chooses the engine and the random numbers of the rollouts. - ``_generate_and_score_completions``: turns the log-probs
+of sampler and policy into what the objective needs. - ``_get_per_token_logps_and_entropies``, ``_compute_loss``: hand
+TRL's loss the clip bounds of each token, and take the
   proximal log-probs from the training forward pass where these are the same.
 - ``create_optimizer``, ``train``, ``_save_checkpoint``: the control arm of UAQ; resuming within a generation batch.
 
@@ -35,7 +35,8 @@ from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
 
 logger = logging.getLogger(__name__)
 
-# Sampled tokens without a log-prob from the engine: up to this share they are left out of the loss, above it the run stops.
+# Sampled tokens without a log-prob from the engine: up to this share they are left out of the loss, above it the run
+# stops.
 MAX_MISSING_SHARE = 0.01
 # Any finite log-prob of a masked reference token makes exp(ref − logp) harmless, if it is below the policy's.
 _MASKED_REF_LOGP = -1e4
@@ -79,8 +80,8 @@ class QuRLTrainer(GRPOTrainer):
                 raise ValueError(f"{name} is not supported with quantized rollouts yet: leave it out.")
         if args.uaq_scale != 1 and (options.get("peft_config") is not None or is_peft_model(model)):
             raise ValueError(
-                f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with qurl.apply_uaq, "
-                "save it, and train an adapter on that."
+                f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with "
+                "qurl.apply_uaq, save it, and train an adapter on that."
             )
         # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
         args.use_vllm = False
@@ -95,8 +96,8 @@ class QuRLTrainer(GRPOTrainer):
             apply_uaq(self.model, scale=args.uaq_scale)
         if args.objective == "acr" and args.proximal_is_current:
             warnings.warn(
-                "objective='acr' equals 'tis' here: with one optimizer step per generation batch no token can be clipped. "
-                "Set steps_per_generation or num_iterations to several optimizer steps per batch.",
+                "objective='acr' equals 'tis' here: with one optimizer step per generation batch no token can be "
+                "clipped. Set steps_per_generation or num_iterations to several optimizer steps per batch.",
                 stacklevel=2,
             )
         self._reuses_proximal_logps = self._may_reuse_proximal_logps()
@@ -139,8 +140,8 @@ class QuRLTrainer(GRPOTrainer):
         dropout = _active_dropout(self.model)
         if dropout and self.args.proximal_logps == "reuse":
             raise ValueError(
-                f"proximal_logps='reuse' is not possible with dropout ({dropout}), under which two forward passes differ: "
-                "use 'auto', or disable_dropout=True."
+                f"proximal_logps='reuse' is not possible with dropout ({dropout}), under which two forward passes "
+                "differ: use 'auto', or disable_dropout=True."
             )
         return not dropout
 
@@ -238,8 +239,8 @@ class QuRLTrainer(GRPOTrainer):
         )
         if not bool(torch.isfinite(prox[mask]).all()):
             raise TrainingError(
-                f"the policy's log-probs are not finite at step {self.state.global_step}: its weights have diverged; go "
-                "back to a checkpoint and lower the learning rate."
+                f"the policy's log-probs are not finite at step {self.state.global_step}: its weights have diverged; "
+                "go back to a checkpoint and lower the learning rate."
             )
         prox = prox.detach().masked_fill(~mask, 0.0)
         behav = torch.where(known, behav, prox)
@@ -266,7 +267,7 @@ class QuRLTrainer(GRPOTrainer):
             self._loss_inputs = None
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
-        """Within the loss, complete the batch between TRL's forward pass and its reading of anchor, weights and bounds."""
+        """Within the loss, complete the batch after TRL's forward pass and before it reads weights and bounds."""
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **options)
         inputs = self._loss_inputs
         if inputs is not None:
@@ -319,21 +320,22 @@ class QuRLTrainer(GRPOTrainer):
         if self.vllm_generation.dtype in ("int8", "fp8") and not log_w.any():
             self._warn_once(
                 "unquantized",
-                "the importance weights are exactly 1 on every token although the rollouts are quantized: the engine's "
-                "log-probs were probably replaced by the policy's.",
+                "the importance weights are exactly 1 on every token although the rollouts are quantized: the "
+                "engine's log-probs were probably replaced by the policy's.",
             )
         if not 0.5 <= stats["mismatch/w_mean"] <= 2:
             self._warn_once(
                 "mean",
-                f"the mean importance weight is {stats['mismatch/w_mean']:.3g} right after a sync, and should be near 1: "
-                "the engine may hold other weights than the policy, or sample at another temperature.",
+                f"the mean importance weight is {stats['mismatch/w_mean']:.3g} right after a sync, and should be "
+                "near 1: the engine may hold other weights than the policy, or sample at another temperature.",
             )
 
     def _look_at_limit(self, kl: float) -> None:
         limit, action = self.args.mismatch_limit, self.args.mismatch_action
         if limit is None or kl <= limit:
             return
-        message = f"KL(behav‖prox) is {kl:.4g} nats per token at step {self.state.global_step}, above mismatch_limit={limit}"
+        step = self.state.global_step
+        message = f"KL(behav‖prox) is {kl:.4g} nats per token at step {step}, above mismatch_limit={limit}"
         if action == "stop":
             logger.warning("%s: training stops with a checkpoint.", message)
             self.control.should_save = self.control.should_training_stop = True
@@ -370,7 +372,7 @@ class QuRLTrainer(GRPOTrainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def _save_checkpoint(self, model, trial):
-        """Also save where the run stands within its generation batch; first, since transformers' last file says "complete"."""
+        """Also save where the run stands in its generation batch: before transformers writes its last file."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         # A folder that a killed run left must not pass as complete before it is.
@@ -388,8 +390,8 @@ class QuRLTrainer(GRPOTrainer):
     def _restore_rollouts(self, folder: Path) -> None:
         if not is_complete(folder):
             raise ValueError(
-                f"resume_from_checkpoint={str(folder)!r} is not a complete checkpoint: use another, or True for the last "
-                "complete one."
+                f"resume_from_checkpoint={str(folder)!r} is not a complete checkpoint: use another, or True for the "
+                "last complete one."
             )
         config = folder / "config.json"
         saved_scale = json.loads(config.read_text()).get("qurl_uaq_scale", 1.0) if config.is_file() else 1.0
@@ -401,8 +403,8 @@ class QuRLTrainer(GRPOTrainer):
         path = folder / _ROLLOUT_STATE.format(self.accelerator.process_index)
         if not path.is_file():
             raise ValueError(
-                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer or of fewer processes: start "
-                "a new run with it as the model."
+                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer or of fewer processes: "
+                "start a new run with it as the model."
             )
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
         self._step, self._buffered_inputs = state["step"], state["buffer"]

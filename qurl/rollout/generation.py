@@ -1,7 +1,8 @@
 """TRL's generation backend over quantized engines.
 
-`QuantizedVLLMGeneration` replaces two things of `trl.generation.vllm_generation.VLLMGeneration`: how vLLM is started and how
-weights get into it. The walk over the parameters stays TRL's, with its merging of adapters and its gathering of shards.
+`QuantizedVLLMGeneration` replaces two things of `trl.generation.vllm_generation.VLLMGeneration`: how vLLM is started
+and how weights get into it. The walk over the parameters stays TRL's, with its merging of adapters and its gathering
+of shards.
 """
 
 import tempfile
@@ -75,7 +76,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         super().__init__(**options)
 
     def _init_vllm(self) -> None:
-        """Replaces TRL's method, which knows neither number formats nor CPUs, and loads weights that a sync replaces."""
+        """Replaces TRL's method, which knows neither number formats nor CPUs, and loads weights in vain."""
         self._folder = tempfile.TemporaryDirectory(prefix="qurl-policy-")
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         config = type(policy.config).from_dict(policy.config.to_dict())
@@ -126,7 +127,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         engine.close()
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's walk, which leaves adapters merged into the training model when it is broken off: they are taken out."""
+        """TRL's walk, which leaves adapters merged into the policy when broken off: here they are taken out."""
         walk = super()._iter_named_params()
         try:
             for name, parameter in walk:
@@ -140,7 +141,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                     self.model.unmerge_adapter()
 
     def sync_weights(self) -> None:
-        """Replaces TRL's method: quantize, load, check, reset the prefix cache. TRL calls it when the policy has changed."""
+        """Replaces TRL's method: quantize, load, check, reset the prefix cache; called when the policy has changed."""
         self._version += 1
         self._sync()
 
