@@ -18,6 +18,8 @@ _HOME = {
     "resolve_model": "qurl.models",
     "RolloutEngine": "qurl.rollout",
     "measure_rollout": "qurl.benchmark",
+    "is_correct": "qurl.answers",
+    "extract_answer": "qurl.answers",
 }
 
 __all__ = ["__version__", *_HOME]
