@@ -628,3 +628,22 @@ def test_a_closed_engine_refuses(policies):
     for use in (lambda: engine.generate([[1]]), lambda: engine.sync([]), lambda: engine.description):
         with pytest.raises(RolloutError, match="closed"):
             use()
+
+
+def test_another_kernel_is_never_taken_in_silence(policies, monkeypatch, caplog):
+    class Started(Exception):
+        pass
+
+    def start(**_):
+        raise Started
+
+    monkeypatch.setattr("vllm.LLM", start)
+    monkeypatch.setattr("qurl.rollout.engine.unavailable", lambda dtype: f"there is no compiler ({dtype})")
+    for dtype, asked in (("fp8", "fp8"), ("bf16", "int8")):
+        caplog.clear()
+        with pytest.raises(RolloutError, match="vLLM failed to start"):
+            RolloutEngine(policies["llama-tied"][0], dtype)
+        assert caplog.messages == [
+            "qurl's CPU kernels are replaced by slower ones of libraries, since there is no compiler "
+            f"({asked})."
+        ]

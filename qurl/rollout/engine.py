@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -37,8 +38,11 @@ from qurl.quantization import (
     checkpoint_quantization_config,
     get_format,
 )
+from qurl.rollout.kernels import unavailable
 from qurl.rollout.log import last_lines, new_log_path, output_to
 from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, checkpoint_tensors
+
+logger = logging.getLogger(__name__)
 
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
@@ -192,6 +196,10 @@ class RolloutEngine:
         self._shapes = checkpoint_shapes(self.path)
         self._stop_token_ids = _end_tokens(self.path, config)
         self.log_path = new_log_path()
+        # Compiled here, where a warning reaches the caller instead of the log.
+        on_gpu = torch.cuda.is_available()
+        if kernels == "qurl" and not on_gpu and (reason := unavailable(dtype if self.quantized else "int8")):
+            logger.warning("qurl's CPU kernels are replaced by slower ones of libraries, since %s.", reason)
 
         # In-process, so that tensors are handed over and not copied; the variable is read when an engine is made.
         with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"), _random_states_kept(), self._logged("start"):

@@ -8,32 +8,18 @@ started, whose library it shares.
 import contextlib
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
-from qurl.models import cache_folder
 from qurl.quantization import FORMATS
+from qurl.rollout.kernels.build import KernelUnavailableError, load_library
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("w8a8.c")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_COMPILERS = ("cc", "gcc", "clang", "g++")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("w8a8.c",))
 # Outputs per block of packed weights: COLUMNS in w8a8.c.
 _COLUMNS = 32
 _REQUIRED = ("avx512f", "avx512bw", "avx512vl")
 _REQUIRED_FOR = {"int8": ("avx512_vnni",), "fp8": ("avx512_bf16", "avx512vbmi")}
-
-
-class KernelUnavailableError(RuntimeError):
-    """The compiled kernels cannot be had here; the message says why."""
 
 
 def cpu_flags() -> frozenset[str]:
@@ -58,45 +44,10 @@ def unavailable(dtype: str) -> str | None:
     return None
 
 
-def _compiler() -> str:
-    for name in filter(None, (os.environ.get("CC"), *_COMPILERS)):
-        if path := shutil.which(name):
-            return path
-    raise KernelUnavailableError(f"no C compiler was found (looked for {', '.join(_COMPILERS)}): install gcc")
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The compiled ``w8a8.c``, from the cache if it is there and loads."""
-    compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([_SOURCE.read_text(), *_FLAGS, version, *sorted(cpu_flags())])
-    path = cache_folder() / "kernels" / f"w8a8-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        with contextlib.suppress(OSError):  # a damaged file is compiled again
-            return _load(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Compiled beside its place and moved there whole: processes that do so at once do not disturb each other.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        run = subprocess.run(
-            [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["no message"])[0]
-            raise KernelUnavailableError(f"{compiler} could not compile {_SOURCE.name}: {reason}")
-        os.replace(built, path)
-    try:
-        return _load(path)
-    except OSError as error:
-        raise KernelUnavailableError(f"the compiled {path} does not load: {error}") from None
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    """The compiled functions, with their signatures."""
+    library = load_library(_SOURCES, machine=cpu_flags())
     pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.linear.argtypes = [integer, pointer, long, integer, long, long, *[pointer] * 5, long, pointer]
     library.linear.restype = integer
