@@ -1,8 +1,8 @@
 """Rewards: functions as TRL's GRPO trainer calls them, one number per completion.
 
-A reward function is called with keyword lists of equal length (``prompts``, ``completions``, ``completion_ids`` and the
-columns of the data set) and returns a list of floats. ``None`` means that this completion has no reward. Completions are
-texts, or lists of messages in conversational form.
+A reward function is called with keyword lists of equal length (``prompts``, ``completions``, ``completion_ids`` and
+the columns of the data set) and returns a list of floats. ``None`` means that this completion has no reward.
+Completions are texts, or lists of messages in conversational form.
 
     reward_funcs=[*task.reward_functions(), SoftOverlong(max_tokens=20_480, buffer=4096)], reward_weights=[1.0, 1.0]
 
@@ -13,7 +13,7 @@ adds up what is left of them, ``WeightedSum`` gives none.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class RewardFunction(Protocol):
@@ -43,8 +43,9 @@ class Accuracy:
 
     Parameters
     ----------
-    score : callable
-        ``(text, gold, tolerance=None) -> bool or None``, as `qurl.tasks.Task.score`.
+    check : callable
+        ``(text, gold, tolerance) -> verdict`` with an attribute ``correct`` of True, False or None, as
+        `qurl.tasks.Task.check`.
 
     Attributes
     ----------
@@ -52,9 +53,9 @@ class Accuracy:
         How many completions had no reward, by gold answer.
     """
 
-    def __init__(self, score: Callable[..., bool | None]):
+    def __init__(self, check: Callable[..., Any]):
         self.__name__ = "accuracy"
-        self.score = score
+        self.check = check
         self.unreadable: Counter[str] = Counter()
 
     def __call__(self, prompts, completions, completion_ids=None, **columns) -> list[float | None]:
@@ -62,7 +63,7 @@ class Accuracy:
         golds = columns["answer"]
         tolerances = columns.get("tolerance") or [None] * len(golds)
         for completion, gold, tolerance in zip(completions, golds, tolerances, strict=True):
-            right = self.score(completion_text(completion), gold, tolerance)
+            right = self.check(completion_text(completion), gold, tolerance).correct
             if right is None:
                 self.unreadable[str(gold)] += 1
             rewards.append(None if right is None else float(right))
@@ -84,9 +85,7 @@ class Format:
         try:
             self.pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(
-                f"pattern={pattern!r} is no regular expression ({error}): correct it."
-            ) from None
+            raise ValueError(f"pattern={pattern!r} is no regular expression ({error}): correct it.") from None
 
     def __call__(self, prompts, completions, completion_ids=None, **columns) -> list[float]:
         return [

@@ -11,9 +11,21 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+    from qurl.answers import Verdict
+
 
 class TaskError(ValueError):
     """A task does not fit the model's tokenizer, or does not reward a right answer in its own format."""
+
+
+@dataclass(frozen=True)
+class ExactVerdict:
+    """Judgement of a completion that must be the answer character by character."""
+
+    correct: bool
+    extracted: str | None
+    how: str = "whole"
+    reason: str = "the whole completion is compared"
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,8 @@ class Task:
         """Whether the prompts are messages."""
         return not isinstance(self.dataset[0]["prompt"], str)
 
-    def score(self, completion: str, gold: str | list[str], tolerance: float | None = None) -> bool | None:
-        """Whether the text of a completion answers right; None where the gold answer cannot be read.
+    def check(self, completion: str, gold: str | list[str], tolerance: float | None = None) -> "Verdict":
+        """Judge the text of a completion; the one judgement behind rewards and evaluation.
 
         Parameters
         ----------
@@ -58,17 +70,21 @@ class Task:
             Several are alternatives, each of them right.
         tolerance : float, optional
             Absolute error that the data set allows.
+
+        Returns
+        -------
+        qurl.answers.Verdict
+            ``correct`` is None where the gold answer cannot be read.
         """
         if self.answer_format.exact:
-            return completion == gold
+            return ExactVerdict(completion == gold, completion or None)
         from qurl.answers import check
 
-        verdict = check(completion, gold, lenient=self.lenient)
-        return verdict.correct
+        return check(completion, gold, lenient=self.lenient, tolerance=tolerance)
 
     def reward_functions(self) -> list[RewardFunction]:
         """The task's rewards, for TRL's ``reward_funcs``; new ones at each call, as they count."""
-        return [Accuracy(self.score)]
+        return [Accuracy(self.check)]
 
     def render(self, row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
         """Token ids of a row's prompt, exactly those that TRL's trainer computes.
