@@ -65,14 +65,17 @@ class RolloutWorker:
         """On a CPU, take the operations around the products from compiled code; on a GPU vLLM does so itself.
 
         Tokens are drawn by inversion (`qurl.rollout.sampling`); norms run in vLLM's own fused CPU operator, which its
-        eager mode leaves aside for about ten torch operations; SwiGLU in one pass. Only this engine's objects change.
+        eager mode leaves aside for about ten torch operations; SwiGLU in one pass; attention to one new token per
+        sequence as in `qurl.rollout.kernels.vllm_attention`. Only this engine's objects change.
         """
         if not current_platform.is_cpu():
             return
         from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         from qurl.rollout.kernels import silu_and_mul, unavailable
+        from qurl.rollout.kernels.vllm_attention import use_decode_attention
         from qurl.rollout.sampling import InversionSampler
 
         compiled_activation = unavailable("int8") is None
@@ -81,6 +84,8 @@ class RolloutWorker:
         for module in self.model_runner.get_model().modules():
             if type(module) is SiluAndMul and compiled_activation:
                 module._forward_method = silu_and_mul
+            elif isinstance(module, Attention):
+                use_decode_attention(module)
             elif type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
                 module._forward_method = functools.partial(_rms_norm, module)
 

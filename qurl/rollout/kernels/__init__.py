@@ -1,8 +1,8 @@
-"""CPU kernels of W8A8 linear layers, compiled on first use, with a library's kernels where that is not possible.
+"""CPU kernels of decoding, compiled on first use, with a library's kernels where that is not possible.
 
-``w8a8.c`` is plain C with AVX-512 intrinsics. It is compiled for this machine's processor within about two seconds and
-kept under ``<cache>/kernels``, named by source, compiler and processor. It runs on the OpenMP threads that torch has
-started, whose library it shares.
+``w8a8.c`` (linear layers) and ``decode.c`` (attention, SwiGLU, sampling) are plain C with AVX-512 intrinsics. They are
+compiled for this machine's processor within about three seconds and kept under ``<cache>/kernels``, named by source,
+compiler and processor. They run on the OpenMP threads that torch has started, whose library they share.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import torch
 from qurl.quantization import FORMATS
 from qurl.rollout.kernels.build import KernelUnavailableError, load_library
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("w8a8.c",))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("w8a8.c", "decode.c"))
+_HEADER = Path(__file__).with_name("simd.h")
 # Outputs per block of packed weights: COLUMNS in w8a8.c.
 _COLUMNS = 32
 _REQUIRED = ("avx512f", "avx512bw", "avx512vl")
@@ -47,7 +48,7 @@ def unavailable(dtype: str) -> str | None:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The compiled functions, with their signatures."""
-    library = load_library(_SOURCES, machine=cpu_flags())
+    library = load_library(_SOURCES, [_HEADER], machine=cpu_flags())
     pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.linear.argtypes = [integer, pointer, long, integer, long, long, *[pointer] * 5, long, pointer]
     library.linear.restype = integer
@@ -55,6 +56,18 @@ def _library() -> ctypes.CDLL:
     library.pack.restype = None
     library.silu_and_mul.argtypes = [pointer, integer, long, long, pointer]
     library.silu_and_mul.restype = None
+    library.decode_attention.argtypes = [
+        *[pointer, long] * 3,
+        integer,
+        *[long] * 4,
+        ctypes.c_float,
+        pointer,
+        *[long] * 3,
+        pointer,
+        long,
+        *[pointer] * 3,
+    ]
+    library.decode_attention.restype = integer
     library.sample.argtypes = [pointer, integer, long, long, long, *[pointer] * 5]
     library.sample.restype = None
     return library
@@ -158,6 +171,80 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     _library().silu_and_mul(
         x.data_ptr(), x.dtype == torch.bfloat16, out.numel() // max(width, 1), width, out.data_ptr()
     )
+    return out
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one new token per sequence, whose key and value are written to vLLM's paged cache first.
+
+    Scores, softmax and sums are FP32, rounded once.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Shape (B, heads * head_size), BF16 or FP32 like key, value and cache; contiguous within a row.
+    key, value : torch.Tensor
+        Shape (B, kv_heads * head_size), contiguous within a row.
+    cache : torch.Tensor
+        Shape (blocks, kv_heads, block_size, 2 * head_size), block and head size multiples of 32. vLLM's layout for
+        AVX-512: within a block and head the keys (head_size, block_size), then the values (block_size, head_size).
+    table : torch.Tensor
+        Shape (B, n), int32: the blocks of each sequence, contiguous within a row.
+    lengths : torch.Tensor
+        Shape (B,), int32: tokens of each sequence, the new one included.
+    slots : torch.Tensor
+        Shape (B,), int64: block * block_size + offset of the new token.
+    scale : float
+        Of the scores.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (B, heads * head_size).
+
+    Raises
+    ------
+    KernelUnavailableError
+        If the compiled kernels cannot be had.
+    """
+    rows, width = query.shape
+    _, kv_heads, block_size, head_size = cache.shape
+    head_size //= 2
+    out = torch.empty((rows, width), dtype=query.dtype)
+    failed = _library().decode_attention(
+        query.data_ptr(),
+        query.stride(0),
+        key.data_ptr(),
+        key.stride(0),
+        value.data_ptr(),
+        value.stride(0),
+        query.dtype == torch.bfloat16,
+        rows,
+        width // head_size,
+        kv_heads,
+        head_size,
+        scale,
+        cache.data_ptr(),
+        cache.stride(0),
+        cache.stride(1),
+        block_size,
+        table.data_ptr(),
+        table.stride(0),
+        lengths.data_ptr(),
+        slots.data_ptr(),
+        out.data_ptr(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the attention scores of {rows} sequences")
     return out
 
 

@@ -1,4 +1,4 @@
-/* W8A8 linear layers (and SwiGLU, and sampling) for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
+/* W8A8 linear layers for CPUs with AVX-512: y = (q(x) · Wᵀ) · s_x · s_w + b.
  *
  * INT8 multiplies codes as they are (VPDPBUSD). FP8 is emulated: E4M3 codes are exact in BF16, so their products are
  * exact in FP32, where they are summed (VDPBF16PS). In both, x is quantized here, one scale per token, and the result
@@ -12,52 +12,10 @@
  * by the latter. While a block is multiplied, the next one is fetched from memory. Blocks go to the OpenMP threads that
  * torch has started.
  */
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define INLINE static inline __attribute__((always_inline))
+#include "simd.h"
 
 enum format { INT8, FP8 };
-enum { COLUMNS = 32, ROWS = 12, LINE = 64, X_BYTES = 384 << 10 }; /* X_BYTES of x stay in the second-level cache */
-
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-/* Per thread, grown when needed and kept: fresh memory would be cleared by the system page by page. */
-static uint8_t *reserve(int which, size_t size) {
-    static __thread uint8_t *memory[2];
-    static __thread size_t sizes[2];
-    if (size > sizes[which]) {
-        free(memory[which]);
-        memory[which] = aligned_alloc(LINE, ceil_div(size, LINE) * LINE);
-        sizes[which] = memory[which] ? size : 0;
-    }
-    return memory[which];
-}
-
-INLINE __mmask16 first(int64_t count) {
-    return count >= 16 ? 0xFFFF : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
-}
-
-INLINE __m512 load_float(const void *x, int is_bf16, int64_t i, __mmask16 mask) {
-    if (is_bf16) {
-        __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)x + i);
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    }
-    return _mm512_maskz_loadu_ps(mask, (const float *)x + i);
-}
-
-/* Rounded to bfloat16, half to even; NaN stays NaN. */
-INLINE __m256i round_bf16(__m512 value) {
-    __m512i bits = _mm512_castps_si512(value);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-}
+enum { COLUMNS = 32, ROWS = 12, X_BYTES = 384 << 10 }; /* X_BYTES of x stay in the second-level cache */
 
 /* absmax / levels, at least the smallest normal number, as in qurl.quantization. NaN if the token holds NaN or
  * infinity, so that a broken activation shows in all of its outputs. Without their sign, floats are ordered like
@@ -263,40 +221,6 @@ int linear(int is_fp8, const void *x, int64_t ldx, int is_bf16, int64_t m, int64
     return failed;
 }
 
-/* e^x to 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; x is limited to where e^x is
- * normal. */
-static inline __m512 exp_ps(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
-}
-
-/* out (m, d) = silu(x[:, :d]) * x[:, d:] in FP32, rounded once; x (m, 2 d), contiguous, BF16 or FP32 like out. */
-void silu_and_mul(const void *x, int is_bf16, int64_t m, int64_t d, void *out) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < m; row++)
-        for (int64_t i = 0; i < d; i += 16) {
-            __mmask16 mask = first(d - i);
-            __m512 gate = load_float(x, is_bf16, row * 2 * d + i, mask);
-            __m512 up = load_float(x, is_bf16, row * 2 * d + d + i, mask);
-            __m512 denominator = _mm512_add_ps(_mm512_set1_ps(1.0f), exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-            __m512 y = _mm512_mul_ps(_mm512_div_ps(gate, denominator), up);
-            if (is_bf16)
-                _mm256_mask_storeu_epi16((uint16_t *)out + row * d + i, mask, round_bf16(y));
-            else
-                _mm512_mask_storeu_ps((float *)out + row * d + i, mask, y);
-        }
-}
-
 /* Four codes of each of 16 rows, from column `i` on; rows and columns beyond the end hold 0. */
 INLINE __m512i four_codes(const uint8_t *codes, int64_t rows, int64_t k, int64_t i) {
     if (i + 4 <= k) {
@@ -308,69 +232,6 @@ INLINE __m512i four_codes(const uint8_t *codes, int64_t rows, int64_t k, int64_t
     for (int64_t row = 0; row < rows && row < 16; row++)
         if (i < k) memcpy(four + row, codes + row * k + i, k - i);
     return _mm512_loadu_si512(four);
-}
-
-/* e^(x / t - most) of 16 logits; 0 where that is below the normal numbers, so for -inf too. */
-static inline __m512 weights_of(const void *x, int is_bf16, int64_t i, __mmask16 mask, __m512 t, __m512 most) {
-    __m512 z = _mm512_sub_ps(_mm512_div_ps(load_float(x, is_bf16, i, mask), t), most);
-    __mmask16 counts = mask & ~_mm512_cmp_ps_mask(z, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    __m512 weight = exp_ps(z); /* min and max drop NaN, so that is put back */
-    return _mm512_maskz_mov_ps(counts, _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(z, z, _CMP_UNORD_Q), z));
-}
-
-/* Draw a token per row of logits (m, v), row stride ld, by inversion: the first whose cumulative probability at temperature
- * t exceeds u in [0, 1). Also its log-prob and its rank (1 for the likeliest). NaN among the logits makes the log-prob NaN.
- * Sums are FP64 over FP32 sums of blocks; one block is then searched entry by entry. */
-void sample(const void *logits, int is_bf16, int64_t m, int64_t v, int64_t ld, const float *temperature,
-            const double *uniform, int64_t *token, float *logp, int64_t *rank) {
-    enum { BLOCK = 256 };
-    int64_t blocks = (v + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t row = 0; row < m; row++) {
-        int64_t origin = row * ld;
-        __m512 t = _mm512_set1_ps(temperature[row]), most = _mm512_set1_ps(-INFINITY);
-        for (int64_t i = 0; i < v; i += 16) {
-            __mmask16 mask = first(v - i);
-            most = _mm512_mask_max_ps(most, mask, most, load_float(logits, is_bf16, origin + i, mask));
-        }
-        most = _mm512_div_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), t);
-        double *ends = (double *)reserve(0, blocks * sizeof(double)), total = 0;
-        token[row] = 0, rank[row] = 0, logp[row] = NAN;
-        if (!ends) continue;
-        for (int64_t b = 0; b < blocks; b++) {
-            __m512 sum = _mm512_setzero_ps();
-            for (int64_t i = b * BLOCK; i < v && i < (b + 1) * BLOCK; i += 16)
-                sum = _mm512_add_ps(sum, weights_of(logits, is_bf16, origin + i, first(v - i), t, most));
-            ends[b] = total += _mm512_reduce_add_ps(sum);
-        }
-        double target = uniform[row] * total;
-        int64_t block = 0;
-        while (block < blocks - 1 && ends[block] <= target) block++;
-        while (block > 0 && ends[block] == ends[block - 1]) block--; /* u * total may round up to the total */
-        double start = block ? ends[block - 1] : 0, width = ends[block] - start, inner = 0, sum = 0;
-        float weight[BLOCK];
-        int64_t count = v - block * BLOCK < BLOCK ? v - block * BLOCK : BLOCK, chosen = -1;
-        for (int64_t i = 0; i < count; i += 16)
-            _mm512_mask_storeu_ps(weight + i, first(count - i),
-                                  weights_of(logits, is_bf16, origin + block * BLOCK + i, first(count - i), t, most));
-        for (int64_t i = 0; i < count; i++) inner += weight[i];
-        double within = (target - start) / width * inner;
-        for (int64_t i = 0; i < count; i++) {
-            if (weight[i] > 0) chosen = i;
-            if ((sum += weight[i]) > within && weight[i] > 0) break;
-        }
-        if (chosen < 0 || !(total > 0)) continue;
-        int64_t index = origin + block * BLOCK + chosen;
-        __m512 z = _mm512_div_ps(load_float(logits, is_bf16, index, 1), t);
-        float own = _mm512_cvtss_f32(z);
-        for (int64_t i = 0; i < v; i += 16) {
-            __mmask16 mask = first(v - i);
-            __m512 other = _mm512_div_ps(load_float(logits, is_bf16, origin + i, mask), t);
-            rank[row] += __builtin_popcount(_mm512_mask_cmp_ps_mask(mask, other, _mm512_set1_ps(own), _CMP_GE_OQ));
-        }
-        token[row] = block * BLOCK + chosen;
-        logp[row] = (float)((double)own - (double)_mm512_cvtss_f32(most) - log(total));
-    }
 }
 
 /* Codes (n, k) into blocks, and for INT8 -128 times the sum of each row, which takes the shift of x off again.
