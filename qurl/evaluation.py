@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from IPython.display import HTML
     from transformers import PreTrainedTokenizerBase
 
-    from qurl.rollout import RolloutEngine
+    from qurl.rollout import RolloutEngine, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,8 @@ class Evaluation:
     warnings : list of str
     samples : pandas.DataFrame
         One row per problem and sample: ``id``, ``sample``, ``problem``, ``gold``, ``correct`` (null where the gold
-        cannot be read), ``extracted``, ``reason``, ``finish_reason``, ``tokens``, ``completion``.
+        cannot be read), ``extracted``, ``how`` and ``why`` as in `qurl.answers.Verdict`,
+        ``finish_reason``, ``tokens``, ``completion``.
     complete : bool
         False while other shards of the same folder are not finished; the scores are then those of what is there.
     """
@@ -409,11 +410,9 @@ def evaluate(
                 batch = slice(start, start + step)
                 rollouts = engine.generate(prompts[batch], k, max_tokens, temperature)
                 texts = tokenizer.batch_decode(rollouts.completion_ids, skip_special_tokens=True)
+                samples = _judge(task, mine[batch], texts, rollouts)
                 for offset, row in enumerate(mine[batch]):
-                    group = slice(offset * k, (offset + 1) * k)
-                    lengths = map(len, rollouts.completion_ids[group])
-                    samples = zip(texts[group], lengths, rollouts.finish_reasons[group], strict=True)
-                    store.add(row["id"], [_judge(task, row, *sample) for sample in samples])
+                    store.add(row["id"], samples[offset * k : (offset + 1) * k])
                 store.flush()
                 report(
                     f"{task.name}: {min(start + step, len(mine))} of {len(mine)} problems, "
@@ -422,19 +421,30 @@ def evaluate(
     return store.finish([row["id"] for row in rows], settings | {"engine": description}, _same_answer(task))
 
 
-def _judge(task: Task, row: Mapping[str, Any], text: str, tokens: int, finish_reason: str) -> dict[str, Any]:
-    verdict = task.check(text, row["answer"], row.get("tolerance"))
-    gold = row["answer"]
-    return {
-        "problem": row["problem"],
-        "gold": gold if isinstance(gold, str) else " | ".join(gold),
-        "correct": verdict.correct,
-        "extracted": verdict.extracted,
-        "reason": verdict.reason,
-        "finish_reason": finish_reason,
-        "tokens": tokens,
-        "completion": text,
-    }
+def _judge(
+    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], rollouts: "Rollouts"
+) -> list[dict]:
+    """The records of all samples of ``rows``, those of the first row first."""
+    repeated = [row for row in rows for _ in range(len(texts) // len(rows))]
+    verdicts = task.check_many(
+        texts, [row["answer"] for row in repeated], [row.get("tolerance") for row in repeated]
+    )
+    return [
+        {
+            "problem": row["problem"],
+            "gold": row["answer"] if isinstance(row["answer"], str) else " | ".join(row["answer"]),
+            "correct": verdict.correct,
+            "extracted": verdict.extracted,
+            "how": verdict.how,
+            "why": verdict.why,
+            "finish_reason": finish_reason,
+            "tokens": len(ids),
+            "completion": text,
+        }
+        for row, text, verdict, ids, finish_reason in zip(
+            repeated, texts, verdicts, rollouts.completion_ids, rollouts.finish_reasons, strict=True
+        )
+    ]
 
 
 def _same_answer(task: Task) -> Callable[[str, str], bool]:
@@ -605,7 +615,7 @@ def show_wrong(evaluation: Evaluation, n: int = 20) -> "HTML":
     for row in wrong.head(n).to_dict("records"):
         extracted = "no answer" if pd.isna(row["extracted"]) else row["extracted"]
         title = f"{row['id']} #{row['sample']}: {extracted} instead of {row['gold']}"
-        facts = f"{row['reason']} · {row['finish_reason']} after {row['tokens']} tokens"
+        facts = f"{row['why']} ({row['how']}) · {row['finish_reason']} after {row['tokens']} tokens"
         parts.append(
             f"<details><summary>{html.escape(title)}</summary><p>{html.escape(row['problem'])}</p>"
             f"<p><em>{html.escape(facts)}</em></p>"

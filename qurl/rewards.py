@@ -43,9 +43,9 @@ class Accuracy:
 
     Parameters
     ----------
-    check : callable
-        ``(text, gold, tolerance) -> verdict`` with an attribute ``correct`` of True, False or None, as
-        `qurl.tasks.Task.check`.
+    check_many : callable
+        ``(texts, golds, tolerances) -> verdicts``, as `qurl.tasks.Task.check_many`; the attribute ``correct`` of a
+        verdict is True, False or None.
 
     Attributes
     ----------
@@ -53,20 +53,21 @@ class Accuracy:
         How many completions had no reward, by gold answer.
     """
 
-    def __init__(self, check: Callable[..., Any]):
+    def __init__(self, check_many: Callable[..., list[Any]]):
         self.__name__ = "accuracy"
-        self.check = check
+        self.check_many = check_many
         self.unreadable: Counter[str] = Counter()
 
     def __call__(self, prompts, completions, completion_ids=None, **columns) -> list[float | None]:
-        rewards: list[float | None] = []
         golds = columns["answer"]
-        tolerances = columns.get("tolerance") or [None] * len(golds)
-        for completion, gold, tolerance in zip(completions, golds, tolerances, strict=True):
-            right = self.check(completion_text(completion), gold, tolerance).correct
-            if right is None:
+        verdicts = self.check_many(
+            [completion_text(completion) for completion in completions], golds, columns.get("tolerance")
+        )
+        rewards: list[float | None] = []
+        for verdict, gold in zip(verdicts, golds, strict=True):
+            if verdict.correct is None:
                 self.unreadable[str(gold)] += 1
-            rewards.append(None if right is None else float(right))
+            rewards.append(None if verdict.correct is None else float(verdict.correct))
         return rewards
 
 

@@ -14,6 +14,8 @@ class AnswerFormat:
         The user's text, with ``{problem}`` in it once.
     completion : str
         A completion that obeys, with ``{answer}`` in it once; what `qurl.tasks.Task.self_check` answers with.
+    pattern : str
+        Regular expression that occurs in completions that obey, for `qurl.rewards.Format`.
     lenient : bool
         Whether an answer elsewhere in the text counts too: the last number, or what follows "answer is". Prompts that
         ask for a box are strict.
@@ -24,6 +26,7 @@ class AnswerFormat:
     name: str
     template: str
     completion: str
+    pattern: str
     lenient: bool = False
     exact: bool = False
 
@@ -52,6 +55,7 @@ FORMATS = {
             "boxed",
             "{problem} Let's think step by step and output the final answer within \\boxed{}.",
             "Step by step, this gives \\boxed{{answer}}.",
+            r"\\boxed\{",
         ),
         # DAPO.
         AnswerFormat(
@@ -60,12 +64,14 @@ FORMATS = {
             "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
             'Remember to put your answer on its own line after "Answer:".',
             "Step by step, this gives the result.\n\nAnswer: ${answer}$",
+            r"(^|\n)Answer: *\S[^\n]*\s*$",
         ),
         # GSM8K, as its solutions end and as verl asks.
         AnswerFormat(
             "hashes",
             '{problem} Let\'s think step by step and output the final answer after "####".',
             "Step by step, this gives the result.\n#### {answer}",
+            r"(^|\n)#### *\S",
             lenient=True,
         ),
         # Small chat models: a question, and the last number of the reply.
@@ -73,9 +79,10 @@ FORMATS = {
             "number",
             "{problem} Answer with the number only.",
             "The answer is {answer}.",
+            r"^\D*\d[\d,.]*\D*$",
             lenient=True,
         ),
         # Models that only ever saw such lines, as the embedded `tiny`.
-        AnswerFormat("exact", "{problem}", "{answer}", exact=True),
+        AnswerFormat("exact", "{problem}", "{answer}", r"^\S+$", exact=True),
     )
 }

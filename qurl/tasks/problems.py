@@ -147,7 +147,7 @@ def distinct(problems: Iterable[Problem]) -> tuple[list[Problem], dict[str, Any]
             key = " ".join(problem.text.split())
             if key in kept:
                 account["duplicates"] += 1
-                if problem.gold not in golds[key]:
+                if problem.gold not in golds[key] and not _same(problem.gold, golds[key][0]):
                     golds[key].append(problem.gold)
             else:
                 kept[key], golds[key] = problem, [problem.gold]
@@ -173,6 +173,14 @@ def distinct(problems: Iterable[Problem]) -> tuple[list[Problem], dict[str, Any]
             for index, problem in enumerate(result)
         ]
     return result, account
+
+
+def _same(gold: str | list[str], other: str | list[str]) -> bool:
+    """Whether two spellings of gold answers, such as 97 and 097, mean the same."""
+    from qurl.answers import is_correct
+
+    spellings = [gold] if isinstance(gold, str) else gold
+    return any(is_correct(f"\\boxed{{{spelling}}}", other) for spelling in spellings)
 
 
 def _to_dataset(problems: list[Problem], format_name: str, chat: bool) -> Any:

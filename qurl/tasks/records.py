@@ -84,7 +84,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 "reward_model",
                 "extra_info",
             }
-            wanted |= {"solution", "is_multiple_answer", "unit", "error"}
+            wanted |= {"solution", "is_multiple_answer", "error"}
             columns = [name for name in table.schema_arrow.names if name in wanted]
             for batch in table.iter_batches(_BATCH_ROWS, columns=columns):
                 yield from batch.to_pylist()
@@ -149,8 +149,6 @@ def _gold(record: Mapping[str, Any]) -> str | list[str] | None:
     texts = list(dict.fromkeys(text for text in texts if text))
     if not texts:
         return None
-    if record.get("unit") == "%" and not texts[0].endswith("%"):  # the one unit that changes a value
-        texts[0] += "%"
     if record.get("is_multiple_answer"):  # OlympiadBench: all of them
         return ", ".join(texts)
     return texts[0] if len(texts) == 1 else texts

@@ -1,6 +1,6 @@
 """What trainers, evaluation and notebooks know of a task, whatever its data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
 
 class TaskError(ValueError):
     """A task does not fit the model's tokenizer, or does not reward a right answer in its own format."""
-
-
-@dataclass(frozen=True)
-class ExactVerdict:
-    """Judgement of a completion that must be the answer character by character."""
-
-    correct: bool
-    extracted: str | None
-    how: str = "whole"
-    reason: str = "the whole completion is compared"
 
 
 @dataclass(frozen=True)
@@ -60,31 +50,52 @@ class Task:
         """Whether the prompts are messages."""
         return not isinstance(self.dataset[0]["prompt"], str)
 
-    def check(self, completion: str, gold: str | list[str], tolerance: float | None = None) -> "Verdict":
-        """Judge the text of a completion; the one judgement behind rewards and evaluation.
+    def check(self, completion: str, gold: str | Sequence[str], tolerance: float | None = None) -> "Verdict":
+        """`check_many` for one completion."""
+        return self.check_many([completion], [gold], [tolerance])[0]
+
+    def check_many(
+        self,
+        completions: Sequence[str],
+        golds: Sequence[str | Sequence[str]],
+        tolerances: Sequence[float | None] | None = None,
+    ) -> list["Verdict"]:
+        """Judge the texts of completions; the one judgement behind rewards and evaluation.
 
         Parameters
         ----------
-        completion : str
-        gold : str or list of str
+        completions : sequence of str
+        golds : sequence of str or of sequences of str
             Several are alternatives, each of them right.
-        tolerance : float, optional
-            Absolute error that the data set allows.
+        tolerances : sequence of float or None, optional
+            Absolute errors that the data set allows.
 
         Returns
         -------
-        qurl.answers.Verdict
+        list of qurl.answers.Verdict
             ``correct`` is None where the gold answer cannot be read.
         """
         if self.answer_format.exact:
-            return ExactVerdict(completion == gold, completion or None)
-        from qurl.answers import check
+            return [_compare(text, gold) for text, gold in zip(completions, golds, strict=True)]
+        from qurl.answers import check_many
 
-        return check(completion, gold, lenient=self.lenient, tolerance=tolerance)
+        allowed = list(tolerances) if tolerances is not None else [None] * len(completions)
+        verdicts: list[Verdict | None] = [None] * len(completions)
+        for tolerance in dict.fromkeys(allowed):  # check_many takes one for all
+            chosen = [index for index, other in enumerate(allowed) if other == tolerance]
+            judged = check_many(
+                [completions[index] for index in chosen],
+                [golds[index] for index in chosen],
+                lenient=self.lenient,
+                tolerance=tolerance,
+            )
+            for index, verdict in zip(chosen, judged, strict=True):
+                verdicts[index] = verdict
+        return verdicts
 
     def reward_functions(self) -> list[RewardFunction]:
         """The task's rewards, for TRL's ``reward_funcs``; new ones at each call, as they count."""
-        return [Accuracy(self.check)]
+        return [Accuracy(self.check_many)]
 
     def render(self, row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
         """Token ids of a row's prompt, exactly those that TRL's trainer computes.
@@ -152,8 +163,15 @@ class Task:
             (reward,) = function(
                 prompts=[row["prompt"]], completions=[completion], completion_ids=[ids], **columns
             )
-            if reward != 1 and function.__name__ == "accuracy":
+            if reward != 1:
                 raise TaskError(
                     f"task {self.name!r} rewards a right answer in its own format with {reward}: gold {gold!r}, "
-                    f"completion {answer!r}."
+                    f"completion {answer!r}; choose another answer_format."
                 )
+
+
+def _compare(completion: str, gold: str) -> "Verdict":
+    from qurl.answers import Verdict
+
+    same = completion == gold
+    return Verdict(same, completion or None, "whole", "same text" if same else "different texts", gold)
