@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import qurl
+from qurl.arguments import split_numbers
+from qurl.evaluation_command import add_eval_command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,14 +45,19 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
     bench.add_argument("--output", type=Path, metavar="FILE.csv", help="also write every measurement there")
     bench.set_defaults(run=_bench)
+
+    add_eval_command(commands)
     return parser
 
 
 def _counts(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        counts = tuple(map(int, split_numbers(text)))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 8,64") from None
+        counts = ()
+    if not counts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 8,64")
+    return counts
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -61,12 +68,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if is_usable(checks) else 1
 
 
+def _check_writable(output: Path) -> None:
+    """A place that cannot be written to must be found before minutes of measuring, not after."""
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a file in it, such as {output / 'rows.csv'}.")
+    is_new = not output.exists()
+    try:
+        with open(output, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output {output} cannot be written to ({error.strerror}): name another file."
+        ) from None
+    if is_new:
+        output.unlink()
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     output = arguments.output
-    if output and not output.parent.is_dir():
-        raise FileNotFoundError(
-            f"--output {output}: the folder {output.parent} does not exist; create it first."
-        )
+    if output:
+        _check_writable(output)
 
     from qurl.benchmark import measure_rollout, speedups, summarize
 
@@ -104,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, ImportError, FileNotFoundError, FileExistsError) as error:
+    except (ValueError, ImportError, OSError) as error:
         if arguments.traceback:
             raise
         print(f"qurl: {error}", file=sys.stderr)
