@@ -273,7 +273,8 @@ def _scores(rows: pd.DataFrame, k: int, same: Callable[[str, str], bool]) -> dic
         scores[f"pass@{j}"] = pass_at_k(len(correct), sum(correct), j)
         j *= 2
     if k > 1:
-        scores[f"maj@{k}"] = maj_at_k(rows["extracted"].tolist(), correct, same)
+        answers = [None if pd.isna(answer) else answer for answer in rows["extracted"]]
+        scores[f"maj@{k}"] = maj_at_k(answers, correct, same)
     return scores
 
 

@@ -267,6 +267,8 @@ def test_v06_answers_that_are_not_found_are_named():
     (line,) = summarize(samples, settings_of(2)).warnings
     assert "50% of all samples and 100% of the wrong ones hold no answer" in line
     assert summarize(samples_of([[False, True]] * 10), settings_of(2)).warnings == []
+    none = samples_of([[False] * 3] * 10, extracted=pd.array([pd.NA] * 30, dtype="string"))
+    assert summarize(none, settings_of(3)).scores["maj@3"] == 0.0
 
 
 def test_equal_samples_are_named(task):
