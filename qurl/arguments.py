@@ -9,6 +9,11 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+# numpy's generators, which vLLM seeds too, take no larger one.
+MAX_SEED = 2**32 - 1
+# Sequences sampled at once: each needs one of the tokens of a step, of which vLLM's default on a CPU allows so many.
+MAX_SEQUENCES = 4096
+
 
 def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)

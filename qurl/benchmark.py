@@ -14,14 +14,19 @@ For machines that are not at hand see ``qurl.roofline``.
 """
 
 import contextlib
+import json
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
 import pydantic
 
+from qurl import arguments
+from qurl.arguments import MAX_SEED, MAX_SEQUENCES
 from qurl.models import resolve_model
 from qurl.notebook import IntList, Parameters
 from qurl.roofline import PAPER_RANGE, roofline
@@ -30,6 +35,7 @@ __all__ = [
     "PRESETS",
     "QuickstartConfig",
     "SpeedupConfig",
+    "mean_over_tokens",
     "measure_rollout",
     "rollout_prompts",
     "roofline",
@@ -39,10 +45,11 @@ __all__ = [
 ]
 
 
-def _each_at_least(least: int) -> pydantic.AfterValidator:
+def _each_from(least: int, most: int | None = None) -> pydantic.AfterValidator:
     def check(values: tuple[int, ...]) -> tuple[int, ...]:
-        if any(value < least for value in values):
-            raise ValueError(f"must hold whole numbers of {least} or more")
+        if any(value < least or (most is not None and value > most) for value in values):
+            limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+            raise ValueError(f"must hold whole numbers {limits}")
         return values
 
     return pydantic.AfterValidator(check)
@@ -51,6 +58,7 @@ def _each_at_least(least: int) -> pydantic.AfterValidator:
 QUANTIZED_DTYPES = ("int8", "fp8")
 # BF16 in vLLM as it comes: on a CPU qurl also speeds up what surrounds the products, in every dtype.
 STOCK_BASELINE = "vllm-bf16"
+_BASELINES = (STOCK_BASELINE, "bf16", "fp32")
 # Phases of a rollout for which a speed-up is given, with the columns whose seconds they add up.
 PHASES = {
     "prefill": ("prefill_seconds",),
@@ -87,8 +95,8 @@ class SpeedupConfig(Parameters):
 
     dtype: Literal[QUANTIZED_DTYPES] = pydantic.Field(examples=["int8"])
     model: str = pydantic.Field(examples=["smollm2-135m"])
-    batch_sizes: Annotated[IntList, _each_at_least(1)] = pydantic.Field(examples=["8,64"])
-    max_tokens: Annotated[IntList, _each_at_least(2)] = pydantic.Field(examples=["64"])
+    batch_sizes: Annotated[IntList, _each_from(1, MAX_SEQUENCES)] = pydantic.Field(examples=["8,64"])
+    max_tokens: Annotated[IntList, _each_from(2)] = pydantic.Field(examples=["64"])
     repeats: int = pydantic.Field(ge=0, examples=["3"])
     preset: Literal[tuple(PRESETS)] = pydantic.Field(examples=["cpu"])
     seed: int = pydantic.Field(ge=0, lt=2**31, examples=["0"])
@@ -98,6 +106,25 @@ class SpeedupConfig(Parameters):
         """``model, batch_sizes, max_tokens, repeats`` with the preset's values filled in."""
         preset = PRESETS[self.preset]
         return {name: getattr(self, name) or default for name, default in preset.items()}
+
+    def run_name(self) -> str:
+        """Name of the folder for results: preset, model and dtype, and whatever else differs from the preset.
+
+        Runs that measure something else never share a folder: "cpu-smollm2-135m-int8" is the preset as it is,
+        "cpu-smollm2-135m-int8-batch8,32-seed1" is not.
+        """
+        sizes, preset = self.sizes(), PRESETS[self.preset]
+        labels = {"batch_sizes": "batch", "max_tokens": "tokens", "repeats": "repeats"}
+        overridden = {
+            label: ",".join(map(str, sizes[name])) if isinstance(sizes[name], tuple) else sizes[name]
+            for name, label in labels.items()
+            if sizes[name] != preset[name]
+        }
+        if self.seed:
+            overridden["seed"] = self.seed
+        return "-".join(
+            [self.preset, sizes["model"], self.dtype, *(f"{k}{v}" for k, v in overridden.items())]
+        )
 
 
 _QUESTIONS = (
@@ -202,25 +229,29 @@ def measure_rollout(
     Raises
     ------
     ValueError
-        If ``dtype`` is unknown, a size is too small, or no baseline is left.
+        If ``dtype`` is unknown, a size is not possible, no baseline is left, prompt and completion are longer than the
+        model takes, or a batch needs more memory than the engines have for keys and values.
+    FileNotFoundError, qurl.models.ModelUnavailableError
+        If the model cannot be had.
 
     Notes
     -----
     The policy that is synced is an FP32 copy of the checkpoint on the engine's device, as TRL would hold it.
     """
-    lengths = [max_tokens] if isinstance(max_tokens, int) else list(max_tokens)
-    batch_sizes = list(batch_sizes)
-    if dtype not in QUANTIZED_DTYPES:
-        raise ValueError(
-            f"dtype={dtype!r} is not a quantized dtype: use one of {', '.join(map(repr, QUANTIZED_DTYPES))}."
-        )
-    for name, values, least in (
-        ("batch_sizes", batch_sizes, 1),
-        ("max_tokens", lengths, 2),
-        ("repeats", [repeats], 1),
-    ):
-        if not values or min(values) < least:
-            raise ValueError(f"{name}={values} is not possible: use whole numbers of {least} or more.")
+    arguments.model_name(model)
+    arguments.choice("dtype", dtype, QUANTIZED_DTYPES)
+    batch_sizes = arguments.whole_numbers("batch_sizes", batch_sizes, 1, MAX_SEQUENCES)
+    lengths = max_tokens if isinstance(max_tokens, Iterable) else [max_tokens]
+    lengths = arguments.whole_numbers("max_tokens", lengths, 2)
+    repeats = arguments.whole_number("repeats", repeats, 1)
+    seed = arguments.whole_number("seed", seed, 0, MAX_SEED)
+    if baselines is not None:
+        if isinstance(baselines, str) or not baselines:
+            raise ValueError(f"baselines={baselines!r} is not possible: use a list of some of {_BASELINES}.")
+        for name in baselines:
+            arguments.choice("baselines", name, _BASELINES)
+    folder = resolve_model(model)
+    _check_fits(folder, model, lengths, prompt_tokens=1)
 
     import torch
     from transformers import AutoTokenizer
@@ -229,12 +260,11 @@ def measure_rollout(
     from qurl.rollout.sync import checkpoint_tensors
 
     if baselines is None:
-        baselines = ("bf16",) if torch.cuda.is_available() else (STOCK_BASELINE, "bf16", "fp32")
-    if not baselines:
-        raise ValueError("baselines=() leaves nothing to compare with: name 'bf16', 'fp32' or both.")
+        baselines = ("bf16",) if torch.cuda.is_available() else _BASELINES
     say = report or (lambda line: None)
-    folder = resolve_model(model)
     prompts = rollout_prompts(AutoTokenizer.from_pretrained(folder), max(batch_sizes), seed)
+    longest = max(map(len, prompts))
+    _check_fits(folder, model, lengths, longest)
     # TRL keeps the policy in FP32 by default, on the device that it trains on; a sync starts from there.
     on_gpu = torch.cuda.is_available()
     policy = [
@@ -247,7 +277,7 @@ def measure_rollout(
 
     options = {
         "max_num_seqs": max(batch_sizes),
-        "max_model_len": max(map(len, prompts)) + max(lengths),
+        "max_model_len": longest + max(lengths),
         "seed": seed,
         **engine_options,
     }
@@ -259,6 +289,12 @@ def measure_rollout(
             stock = {"kernels": "vllm"} if name.startswith("vllm-") else {}
             engine = RolloutEngine(model, name.removeprefix("vllm-"), load_weights=False, **options, **stock)
             engines[name] = stack.enter_context(engine)
+            if (fitting := engine.kv_cache_tokens // options["max_model_len"]) < max(batch_sizes):
+                raise ValueError(
+                    f"batch_sizes={batch_sizes} is not possible, since the {name} engine keeps keys and values of "
+                    f"{engine.kv_cache_tokens} tokens and others would wait: use at most {fitting} sequences of "
+                    f"{options['max_model_len']} tokens."
+                )
             engines[name].sync(policy)
             for batch_size in batch_sizes:
                 engines[name].generate(prompts[:batch_size], max_tokens=2, ignore_eos=True)
@@ -294,6 +330,16 @@ def measure_rollout(
     frame.insert(0, "model", model)
     frame.attrs["engines"] = descriptions
     return frame
+
+
+def _check_fits(folder: Path, model: str, lengths: list[int], prompt_tokens: int) -> None:
+    """Prompt and completion must be no longer than the model takes."""
+    limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if limit is not None and prompt_tokens + max(lengths) > limit:
+        raise ValueError(
+            f"max_tokens={lengths} is not possible, since {str(model)!r} takes {limit} tokens, prompt included: use at "
+            f"most {limit - prompt_tokens}."
+        )
 
 
 def _one_rollout(engine, policy, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
@@ -334,17 +380,24 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
         lowest and highest of the decoding and of the whole rollout; ``sync_share`` of the whole rollout's
         time.
     """
-    groups = rows.groupby([*_SETTING, "dtype"], sort=False)
     columns = [c for c in rows.columns if c.endswith(("_seconds", "_per_second"))]
-    table = groups[columns].median()
-    for column in ("decode_tokens_per_second", "rollout_tokens_per_second"):
-        table[f"{column}_low"] = groups[column].min()
-        table[f"{column}_high"] = groups[column].max()
-    table["sync_share"] = (
-        (rows["sync_seconds"] / rows["rollout_seconds"])
-        .groupby([rows[c] for c in (*_SETTING, "dtype")], sort=False)
-        .median()
+    shares = rows.assign(sync_share=rows["sync_seconds"] / rows["rollout_seconds"])
+    return _over_repetitions(
+        shares,
+        [*_SETTING, "dtype"],
+        [*columns, "sync_share"],
+        spread=["decode_tokens_per_second", "rollout_tokens_per_second"],
     )
+
+
+def _over_repetitions(
+    rows: pd.DataFrame, keys: Sequence[str], columns: Sequence[str], spread: Sequence[str]
+) -> pd.DataFrame:
+    """Medians of ``columns`` per ``keys``; of those in ``spread`` also ``<column>_low`` and ``<column>_high``."""
+    groups = rows.groupby(list(keys), sort=False)
+    table = groups[list(columns)].median()
+    for column in spread:
+        table[f"{column}_low"], table[f"{column}_high"] = groups[column].min(), groups[column].max()
     return table.reset_index()
 
 
@@ -365,30 +418,24 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
         full-precision dtype; ``fastest`` is True for the one of least median seconds in that phase, setting
         by setting.
     """
-    result = []
+    ratios = []
     for setting, group in rows.groupby(_SETTING, sort=False):
+        # As the engines were started: what one would run without qurl comes first.
+        quantized = [name for name in group["dtype"].unique() if name in QUANTIZED_DTYPES]
+        baselines = [name for name in group["dtype"].unique() if name not in QUANTIZED_DTYPES]
         for phase, columns in PHASES.items():
             seconds = group.assign(total=group[list(columns)].sum(axis=1)).pivot(
                 index="repetition", columns="dtype", values="total"
             )
-            baselines = [name for name in seconds.columns if name not in QUANTIZED_DTYPES]
             fastest = seconds[baselines].median().idxmin()
-            for dtype in seconds.columns.difference(baselines):
-                for baseline in baselines:
-                    ratios = seconds[baseline] / seconds[dtype]
-                    result.append(
-                        dict(zip(_SETTING, setting, strict=True))
-                        | {
-                            "dtype": dtype,
-                            "phase": phase,
-                            "baseline": baseline,
-                            "fastest": baseline == fastest,
-                            "speedup": ratios.median(),
-                            "low": ratios.min(),
-                            "high": ratios.max(),
-                        }
-                    )
-    return pd.DataFrame(result)
+            for dtype in quantized:
+                ratio = seconds[baselines].div(seconds[dtype], axis=0)
+                ratio = ratio.melt(var_name="baseline", value_name="speedup")
+                of = dict(zip(_SETTING, setting, strict=True)) | {"dtype": dtype, "phase": phase}
+                ratios.append(ratio.assign(**of, fastest=ratio["baseline"] == fastest))
+    keys = [*_SETTING, "dtype", "phase", "baseline", "fastest"]
+    table = _over_repetitions(pd.concat(ratios), keys, ["speedup"], spread=["speedup"])
+    return table.rename(columns={"speedup_low": "low", "speedup_high": "high"})
 
 
 def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
@@ -403,21 +450,19 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``claim``, ``paper`` and ``ours`` (text), ``verdict``: "reproduced", "not reproduced" or "not testable
-        with this preset"; ``reason``. The first claim is judged on the whole rollout (sync, prefill and
-        decode) at the largest batch and longest completion, against BF16 that differs in the quantization only; on
-        a CPU the next against BF16 in vLLM as it comes; and, if that is neither, against the fastest engine.
+        Per batch size and completion length: ``claim``, ``paper`` and ``ours`` (text), ``verdict``: "reproduced",
+        "not reproduced" or "not testable with this preset"; ``reason``. The first claim is judged on the whole
+        rollout (sync, prefill and decode) against BF16 that differs in the quantization only; on a CPU the next
+        against BF16 in vLLM as it comes; and, if that is neither, against the fastest engine.
     """
     table = speedups(rows)
-    largest = table[_SETTING].max()
-    whole = table[(table[_SETTING] == largest).all(axis=1) & (table["phase"] == "whole rollout")]
-    dtype = whole["dtype"].iloc[0]
+    table = table[table["phase"] == "whole rollout"]
+    dtype = table["dtype"].iloc[0]
     engine = rows[rows["dtype"] == dtype].iloc[0]
     low, high = PAPER_RANGE
-    setting = f"batch {largest['batch_size']}, {largest['max_tokens']} tokens"
 
     def judged(claim: str, row: pd.Series) -> dict[str, Any]:
-        ours = f"{row.speedup:.2f} times {row.baseline} ({row.low:.2f} to {row.high:.2f}), {setting}"
+        ours = f"{row.speedup:.2f} times {row.baseline} ({row.low:.2f} to {row.high:.2f})"
         if preset == "smoke":
             verdict, reason = (
                 "not testable with this preset",
@@ -438,6 +483,8 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
         else:
             verdict, reason = "not reproduced", f"less than {low} times, on {engine['hardware']}"
         return {
+            "batch_size": int(row.batch_size),
+            "max_tokens": int(row.max_tokens),
             "claim": claim,
             "paper": f"{low} to {high} times BF16",
             "ours": ours,
@@ -450,11 +497,36 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
         STOCK_BASELINE: f"qurl as a whole (quantization, sampler, norms), {dtype}, against BF16 in vLLM as it comes",
     }
     claims = []
-    for baseline, title in titles.items():
-        row = whole[whole["baseline"] == baseline]
-        if len(row):
-            claims.append(judged(title, row.iloc[0]))
-    fastest = whole[whole["fastest"]].iloc[0]
-    if fastest["baseline"] not in titles:
-        claims.append(judged("the same against this machine's fastest full-precision engine", fastest))
+    for _, setting in table.groupby(_SETTING, sort=False):
+        for baseline, title in titles.items():
+            row = setting[setting["baseline"] == baseline]
+            if len(row):
+                claims.append(judged(title, row.iloc[0]))
+        fastest = setting[setting["fastest"]].iloc[0]
+        if fastest["baseline"] not in titles:
+            claims.append(judged("the same against this machine's fastest full-precision engine", fastest))
     return claims
+
+
+def mean_over_tokens(values: pd.Series, sequences: pd.Series) -> tuple[float, float]:
+    """Mean of one value per token, and its standard error over the sequences.
+
+    Tokens of one sequence depend on each other; counted as independent they would make the error look too small.
+
+    Parameters
+    ----------
+    values : pandas.Series
+        One per token.
+    sequences : pandas.Series
+        The number of each token's sequence.
+
+    Returns
+    -------
+    mean, standard_error : float
+        The error is that of a ratio of sums over sequences, sqrt(G/(G-1) Σ_g (Σ_t (x_gt - mean))²) / tokens for G
+        sequences; NaN for a single one.
+    """
+    deviations = (values - values.mean()).groupby(sequences).sum()
+    count = len(deviations)
+    variance = (deviations**2).sum() * count / (count - 1) if count > 1 else float("nan")
+    return values.mean(), math.sqrt(variance) / len(values)

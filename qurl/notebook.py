@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 
 import qurl
+from qurl.arguments import split_numbers
 
 # papermill's translator writes this above the parameters it injects.
 _INJECTED = "# Parameters"
@@ -28,7 +29,7 @@ _INJECTED = "# Parameters"
 def _split(value: Any) -> Any:
     """``"8,64"`` → ``["8", "64"]``, ``8`` → ``[8]``; a list stays one."""
     if isinstance(value, str):
-        return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+        return split_numbers(value)
     return [value] if isinstance(value, int | float) else value
 
 
@@ -188,6 +189,10 @@ def output_folder(output_dir: str, *default: str) -> Path:
     """
     parts = (part.strip("/").replace("/", "-") for part in default)
     folder = project_root() / (Path(output_dir).expanduser() if output_dir else Path("runs", *parts))
+    if folder.is_file():
+        raise ParameterError(
+            f"output_dir={output_dir!r} is a file: pass a folder, which is made if it is not there."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

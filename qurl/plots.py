@@ -15,8 +15,11 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from qurl.roofline import PAPER_RANGE
 
+_W_BINS = 61
 _PALETTE = sns.color_palette("colorblind")
 _PAPER, _ROOFLINE = _PALETTE[3], _PALETTE[2]
+# Of a bar's number with its distance to the bar, as a share of the axis.
+_LABEL_HEIGHT = 0.07
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
 _NAMES = {
     "vllm-bf16": "BF16, vLLM as it comes",
@@ -61,18 +64,18 @@ def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") 
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(13, 5.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
-    _draw_measured(left, measured, dtype)
-    _draw_computed(right, computed[(computed["dtype"] == dtype) & computed["fits"]], dtype)
-    for axes in (left, right):
-        axes.axhspan(*PAPER_RANGE, color="0.5", alpha=0.15, zorder=0, linewidth=0)
-        axes.axhline(1, color="0.25", linewidth=1, zorder=1)
-        axes.grid(axis="x", visible=False)
     shown = measured["phase"].isin(_PHASE_LABELS)
     top = max(
         measured["high"][shown].max(), computed["speedup"].max(), computed["paper_high"].max(), PAPER_RANGE[1]
     )
     # Room above the marks for the legends, which would otherwise lie on them.
     left.set_ylim(0, top * 1.45)
+    _draw_measured(left, measured, dtype)
+    _draw_computed(right, computed[(computed["dtype"] == dtype) & computed["fits"]], dtype)
+    for axes in (left, right):
+        axes.axhspan(*PAPER_RANGE, color="0.5", alpha=0.15, zorder=0, linewidth=0)
+        axes.axhline(1, color="0.25", linewidth=1, zorder=1)
+        axes.grid(axis="x", visible=False)
     left.set_ylabel(f"Speed-up of {_NAMES[dtype]} (times; 1 = no faster)")
     if title:
         figure.suptitle(title, fontsize="medium")
@@ -91,7 +94,9 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
         rows = shown[(shown["baseline"] == baseline) & (shown["phase"] == phase)]
         rows = rows.set_index(["batch_size", "max_tokens"]).loc[settings]
         x = [position + (index - (len(series) - 1) / 2) * width for position in range(len(settings))]
-        spread = [rows["speedup"] - rows["low"], rows["high"] - rows["speedup"]]
+        # One repetition has no range, and a whisker of length zero would look like one.
+        has_range = (rows["high"] > rows["low"]).any()
+        spread = [rows["speedup"] - rows["low"], rows["high"] - rows["speedup"]] if has_range else None
         whole = phase == "whole rollout"
         axes.bar(
             x,
@@ -107,9 +112,11 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
             label=f"{_PHASE_LABELS[phase]}, against {_NAMES[baseline]}",
         )
         for position, value, high in zip(x, rows["speedup"], rows["high"], strict=True):
+            # A number that would lie across the line at 1 stands above it.
+            lies_on_line = 1 - _LABEL_HEIGHT * axes.get_ylim()[1] < high < 1
             axes.annotate(
                 f"{value:.2f}",
-                (position, high),
+                (position, 1 if lies_on_line else high),
                 (0, 4),
                 textcoords="offset points",
                 ha="center",
@@ -210,8 +217,9 @@ def quantization(weight, quantized, dtype: str) -> Figure:
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(11, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
-    # INT8: 5 codes to a bin. FP8: bins as wide as the widest gap between its codes. So no bin is empty by construction.
-    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [-464 + 32 * i for i in range(30)]
+    # INT8: 5 codes to a bin. FP8: bins a little wider than the widest gap between its codes, which is 32. So no bin is
+    # empty by construction; and all edges are half-integers of which none is a code, so that both signs are alike.
+    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [-478.5 + 33 * i for i in range(30)]
     sns.histplot(x=codes.flatten()[::step].numpy(), bins=bins, color=_PALETTE[0], stat="percent", ax=left)
     left.set(xlabel=f"{_NAMES[dtype]} code", ylabel="Elements (%)", title="Codes")
     right.scatter(
@@ -252,7 +260,13 @@ def logprobs(tokens: pd.DataFrame, dtype: str) -> Figure:
         title="Sampled tokens",
     )
     w = (tokens["proximal"] - tokens["behaviour"]).map(math.exp)
-    sns.histplot(x=w, bins=60, color=_PALETTE[0], log_scale=(True, False), ax=right)
+    # An odd number of bins, as many on each side of w = 1, which is the centre of the middle one.
+    widest = max(abs(math.log(w.min())), abs(math.log(w.max())), 0.01)
+    edges = [math.exp(widest * (2 * i / _W_BINS - 1)) for i in range(_W_BINS + 1)]
+    # Rounding must not leave the extremes outside.
+    edges[0], edges[-1] = min(edges[0], w.min()), max(edges[-1], w.max())
+    right.hist(w, bins=edges, color=_PALETTE[0])
+    right.set_xscale("log")
     right.axvline(1, color="0.25", linewidth=1)
     right.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
     right.xaxis.set_major_formatter("{x:g}")

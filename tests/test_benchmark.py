@@ -1,5 +1,6 @@
 """Rollout benchmark: times of a stand-in engine whose seconds are known, so that every number can be worked by hand."""
 
+import math
 from types import SimpleNamespace
 
 import pandas as pd
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 from qurl.benchmark import (
     PRESETS,
     SpeedupConfig,
+    mean_over_tokens,
     measure_rollout,
     rollout_prompts,
     speedup_claims,
@@ -29,6 +31,7 @@ class StandInEngine:
     """A ``RolloutEngine`` with a clock of its own; keeps a record of what it is asked to do."""
 
     calls: list[tuple]
+    kv_cache_tokens = 10**6
 
     def __init__(self, model, dtype, **options):
         self.dtype, self.options = dtype, options
@@ -208,16 +211,71 @@ def test_progress_is_one_line_per_measurement(stand_in):
 
 def test_impossible_arguments_are_refused_before_any_engine(stand_in):
     for change, message in (
-        ({"dtype": "fp4"}, "dtype='fp4' is not a quantized dtype: use one of 'int8', 'fp8'"),
+        ({"model": None}, "model=None is not possible"),
+        ({"model": "tinny"}, "model='tinny' is not known: use one of 'tiny'"),
+        ({"dtype": "fp4"}, "dtype='fp4' is not possible: use one of 'int8', 'fp8'"),
         ({"batch_sizes": []}, r"batch_sizes=\[\] is not possible"),
         ({"batch_sizes": [0]}, r"batch_sizes=\[0\] is not possible"),
+        (
+            {"batch_sizes": [8, 4097]},
+            r"batch_sizes=\[8, 4097\] is not possible: use whole numbers from 1 to 4096",
+        ),
+        ({"batch_sizes": "8,64"}, "batch_sizes='8,64' is not possible"),
+        ({"batch_sizes": [True]}, r"batch_sizes=\[True\] is not possible"),
+        ({"seed": -1}, "seed=-1 is not possible: use a whole number from 0 to 4294967295"),
+        # The model takes 512 tokens. Found before the prompts are encoded, then with the longest of them.
+        (
+            {"max_tokens": 512},
+            r"max_tokens=\[512\] is not possible, since 'tiny' takes 512 tokens, .* at most 511",
+        ),
+        ({"max_tokens": [8, 500]}, r"max_tokens=\[8, 500\] is not possible, since 'tiny' takes 512 tokens"),
         ({"max_tokens": 1}, r"max_tokens=\[1\] is not possible: use whole numbers of 2 or more"),
         ({"repeats": 0}, "repeats="),
-        ({"baselines": ()}, "leaves nothing to compare with"),
+        (
+            {"baselines": ()},
+            r"baselines=\(\) is not possible: use a list of some of \('vllm-bf16', 'bf16', 'fp32'\)",
+        ),
+        ({"baselines": "bf16"}, "baselines='bf16' is not possible"),
+        ({"baselines": ["int8"]}, "baselines='int8' is not possible"),
     ):
         with pytest.raises(ValueError, match=message):
             measure_rollout(**({"model": "tiny", "dtype": "int8"} | change))
     assert stand_in.calls == []
+
+
+def test_a_batch_that_does_not_fit_into_the_cache_is_refused(stand_in, monkeypatch):
+    """Sequences that wait for memory would be timed as if they had been decoded together."""
+    monkeypatch.setattr(stand_in, "kv_cache_tokens", 1000)
+    with pytest.raises(
+        ValueError, match=r"batch_sizes=\[2, 64\] is not possible, since the vllm-bf16 engine keeps keys"
+    ):
+        measure_rollout("tiny", "int8", batch_sizes=[2, 64], max_tokens=11)
+    assert [call[0] for call in stand_in.calls] == ["start", "close"]
+
+
+def test_standard_error_by_hand():
+    """Tokens 1, 2 of one sequence and 3 of another: mean 2, deviations -1 + 0 and 1, so sqrt(2/1 · (1 + 1)) / 3."""
+    assert mean_over_tokens(pd.Series([1.0, 2.0, 3.0]), pd.Series([0, 0, 1])) == pytest.approx((2, 2 / 3))
+    # One token to a sequence: the standard error that pandas gives.
+    values = pd.Series([1.0, 2.0, 4.0, 9.0])
+    assert mean_over_tokens(values, pd.Series(range(4)))[1] == pytest.approx(values.sem())
+    assert math.isnan(mean_over_tokens(values, pd.Series([0] * 4))[1])
+
+
+def test_folders_are_named_by_what_differs_from_the_preset():
+    """Another size must not overwrite the result of the preset."""
+
+    def name(**changed):
+        values = dict.fromkeys(("model", "batch_sizes", "max_tokens", "output_dir"), "")
+        values |= {"dtype": "int8", "repeats": 0, "preset": "cpu", "seed": 0}
+        return parse(SpeedupConfig, values | changed).run_name()
+
+    assert name() == name(batch_sizes="8,64", repeats=3, model="smollm2-135m") == "cpu-smollm2-135m-int8"
+    assert name(model="tiny", dtype="fp8") == "cpu-tiny-fp8"
+    assert (
+        name(batch_sizes="8,32", max_tokens=[16], repeats=1, seed=5)
+        == "cpu-smollm2-135m-int8-batch8,32-tokens16-repeats1-seed5"
+    )
 
 
 def test_prompts_are_distinct_and_rendered_once():
@@ -265,12 +323,23 @@ def test_preset_fills_what_is_left_empty():
 
 
 def test_claims(rows):
+    """One verdict for each setting, not for the most flattering alone."""
     claims = speedup_claims(rows, "cpu")
-    # Largest setting: batch 4, 21 tokens: BF16 0.02 + 0.1 + 0.8 = 0.92, FP32 0.72, INT8 0.06 + 0.1 + 0.2 = 0.36 s.
-    assert [claim["verdict"] for claim in claims] == ["reproduced", "reproduced"]
-    assert claims[0]["ours"].startswith("2.56 times bf16")
-    assert claims[1]["ours"].startswith("2.00 times fp32")
-    assert "beyond the paper's range" in claims[0]["reason"]
+    found = [
+        (claim["batch_size"], claim["max_tokens"], claim["verdict"], claim["ours"].split(" (")[0])
+        for claim in claims
+    ]
+    # Sync, prefill and decoding of 2 sequences: BF16 0.02 + 0.1 + 0.1 = 0.22 s, INT8 0.06 + 0.1 + 0.05 = 0.21 s, and
+    # with 21 tokens 0.32 and 0.26. Batches of 4: BF16 0.52, FP32 0.42, INT8 0.26; with 21 tokens 0.92, 0.72, 0.36.
+    assert found == [
+        (2, 11, "not reproduced", "1.05 times bf16"),
+        (2, 21, "reproduced", "1.23 times bf16"),
+        (4, 11, "reproduced", "2.00 times bf16"),
+        (4, 11, "reproduced", "1.62 times fp32"),
+        (4, 21, "reproduced", "2.56 times bf16"),
+        (4, 21, "reproduced", "2.00 times fp32"),
+    ]
+    assert "beyond the paper's range" in claims[-1]["reason"]
     assert claims[0]["paper"] == "1.2 to 1.8 times BF16"
 
 
@@ -285,13 +354,13 @@ def test_claims_that_cannot_be_judged_here(rows):
 def test_claim_that_fails(rows):
     slow = rows.copy()
     slow.loc[slow["dtype"] == "int8", "sync_seconds"] = 1.0
-    assert speedup_claims(slow, "cpu")[0]["verdict"] == "not reproduced"
+    assert {claim["verdict"] for claim in speedup_claims(slow, "cpu")} == {"not reproduced"}
 
 
 def test_claim_within_the_spread_says_so(rows):
     unsteady = rows.copy()
     unsteady.loc[(unsteady["dtype"] == "int8") & (unsteady["repetition"] == 1), "sync_seconds"] = 1.0
-    claim = speedup_claims(unsteady, "cpu")[0]
+    claim = speedup_claims(unsteady, "cpu")[-1]
     assert claim["verdict"] == "reproduced"
     assert "the slowest repetition stays below 1.2" in claim["reason"]
 
@@ -303,6 +372,8 @@ def test_vllm_as_it_comes_is_the_first_baseline_on_a_cpu(stand_in, monkeypatch):
     starts = [call[1:] for call in stand_in.calls if call[0] == "start"]
     assert starts == [("bf16", "vllm"), ("bf16", "qurl"), ("fp32", "qurl"), ("int8", "qurl")]
     assert set(rows["dtype"]) == {"vllm-bf16", "bf16", "fp32", "int8"}
+    # Bars and rows in the same order.
+    assert list(dict.fromkeys(speedups(rows)["baseline"])) == ["vllm-bf16", "bf16", "fp32"]
     claims = speedup_claims(rows, "cpu")
     assert [claim["ours"].split(" (")[0] for claim in claims] == [
         "2.00 times bf16",

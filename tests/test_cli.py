@@ -1,12 +1,15 @@
 """The ``qurl`` command: a mistake ends with one sentence and exit status 2, a negative result with 1."""
 
 import json
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
 
 import qurl
 from qurl import benchmark, cli, doctor
+from qurl.models import ModelUnavailableError
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -29,12 +32,31 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
         (("bench", "--batch-sizes", ""), "'' is no list of whole numbers"),
         (("bench", "--max-tokens", "1.5"), "'1.5' is no list"),
         (("bench", "--repeats", "abc"), "invalid int value: 'abc'"),
-        (("bench", "--repeats", "0"), "repeats=[0]"),
-        (("bench", "--max-tokens", "-5"), "max_tokens=[-5]"),
-        (("bench", "--output", "absent/folder/rows.csv"), "the folder absent/folder does not exist"),
+        (("bench", "--batch-sizes", "8,,64"), "'8,,64' is no list of whole numbers"),
+        (
+            ("bench", "--batch-sizes", "8,5000"),
+            "batch_sizes=(8, 5000) is not possible: use whole numbers from 1 to 4096",
+        ),
+        (("bench", "--seed", "-1"), "seed=-1 is not possible: use a whole number from 0 to"),
+        (("bench", "--model", ""), "model='' is not possible"),
+        (("bench", "--model", "nowhere"), "model='nowhere' is not known: use one of 'tiny'"),
+        (("bench", "--model", "/nowhere"), "model='/nowhere' is not a folder"),
+        (("bench", "--model", "tiny", "--max-tokens", "512"), "'tiny' takes 512 tokens, prompt included"),
+        (
+            ("bench", "--output", "tests"),
+            "--output tests is a folder: name a file in it, such as tests/rows.csv",
+        ),
+        (("bench", "--output", "README.md/rows.csv"), "--output README.md/rows.csv cannot be written to"),
+        (("bench", "--repeats", "0"), "repeats=0"),
+        (("bench", "--max-tokens", "-5"), "max_tokens=(-5,)"),
+        (
+            ("bench", "--output", "absent/folder/rows.csv"),
+            "--output absent/folder/rows.csv cannot be written to (No such",
+        ),
     ],
 )
-def test_mistakes_end_with_one_sentence_and_status_2(capsys, arguments, named):
+def test_mistakes_end_with_one_sentence_and_status_2(capsys, monkeypatch, root, arguments, named):
+    monkeypatch.chdir(root)
     status, out, err = run(capsys, *arguments)
     assert status == 2
     assert out == ""
@@ -43,8 +65,32 @@ def test_mistakes_end_with_one_sentence_and_status_2(capsys, arguments, named):
 
 
 def test_traceback_on_request():
-    with pytest.raises(ValueError, match=r"repeats=\[0\]"):
+    with pytest.raises(ValueError, match="repeats=0"):
         cli.main(["--traceback", "bench", "--repeats", "0"])
+
+
+@pytest.mark.parametrize(
+    "error", [ModelUnavailableError("no network: try again"), PermissionError(13, "no", "file")]
+)
+def test_what_cannot_be_had_is_no_fault_of_the_program(capsys, monkeypatch, tmp_path, error):
+    def unavailable(*args, **options):
+        raise error
+
+    monkeypatch.setattr(benchmark, "measure_rollout", unavailable)
+    output = tmp_path / "rows.csv"
+    assert run(capsys, "bench", "--output", str(output)) == (2, "", f"qurl: {error}\n")
+    assert not output.exists()
+
+
+def test_mistakes_are_found_before_anything_heavy_is_imported():
+    """torch and transformers take seconds, vLLM more."""
+    script = (
+        "import sys; from qurl import cli\n"
+        "for wrong in (['--model', 'nowhere'], ['--model', 'tiny', '--max-tokens', '600'], ['--seed', '-1']):\n"
+        "    assert cli.main(['bench', *wrong]) == 2\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch):

@@ -66,6 +66,8 @@ def test_text_is_converted(given_value, expected):
         ({"steps": None}, "steps=None must be a valid integer."),
         ({"resume": "maybe"}, "resume='maybe' must be a valid boolean, unable to interpret input."),
         ({"sizes": "8,a"}, "sizes='8,a' must be a valid integer."),
+        ({"sizes": "8,,64"}, "sizes='8,,64' must be a valid integer."),
+        ({"sizes": "8,"}, "sizes='8,' must be a valid integer."),
         (
             {"size": 8},
             "size is not a parameter of this notebook: use sizes; all are dtype, rate, steps, resume, sizes.",
@@ -182,6 +184,8 @@ def test_output_folder_that_cannot_be(monkeypatch, tmp_path):
         ParameterError, match=r"output_dir='file/x' cannot be written to \(.*\): pass a folder that can"
     ):
         output_folder("file/x")
+    with pytest.raises(ParameterError, match=r"output_dir='file' is a file: pass a folder"):
+        output_folder("file")
 
 
 def test_provenance():

@@ -9,7 +9,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from qurl import plots
-from qurl.quantization import quantize
+from qurl.quantization import FORMATS, QuantizedTensor, quantize
 from qurl.roofline import paper_cases
 
 
@@ -121,5 +121,52 @@ def test_logprobs_shows_w():
     tokens = pd.DataFrame({"behaviour": [-1.0, -2.0, -0.5], "proximal": [-1.0, -1.5, -0.75]})
     figure = plots.logprobs(tokens, "int8")
     assert figure.axes[0].collections[0].get_offsets().tolist() == [[-1, -1], [-2, -1.5], [-0.5, -0.75]]
-    assert sum(patch.get_height() for patch in figure.axes[1].patches) == 3
     assert "π_behav" in figure.axes[1].get_xlabel()
+    bars = figure.axes[1].patches
+    assert sum(patch.get_height() for patch in bars) == 3
+    # w = 1, e^0.5 and e^-0.25: as many bins on both sides of 1, which is in the middle of the middle one.
+    middle = bars[len(bars) // 2]
+    assert len(bars) % 2 == 1 and middle.get_height() == 1
+    assert middle.get_x() * (middle.get_x() + middle.get_width()) == pytest.approx(1)
+
+
+def test_logprobs_of_policies_that_agree():
+    figure = plots.logprobs(pd.DataFrame({"behaviour": [-1.0, -2.0], "proximal": [-1.0, -2.0]}), "int8")
+    heights = [patch.get_height() for patch in figure.axes[1].patches]
+    assert heights[len(heights) // 2] == 2 == sum(heights)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_no_code_lies_on_the_edge_of_a_bin(dtype):
+    """A code on an edge counts to its right: the histogram of codes of both signs would not be symmetric."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes.view(torch.int8 if dtype == "int8" else torch.float8_e4m3fn).float()
+    codes = codes[codes.abs() <= FORMATS[dtype].max_code]
+    figure = plots.quantization(codes, QuantizedTensor(codes, torch.tensor([1.0])), dtype)
+    heights = [patch.get_height() for patch in figure.axes[0].patches]
+    assert heights == pytest.approx(heights[::-1])
+    assert min(heights) > 0
+    edges = {patch.get_x() for patch in figure.axes[0].patches}
+    assert not edges & set(codes.tolist())
+
+
+@pytest.mark.parametrize("speedup", [0.6, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99, 1.0, 1.05])
+def test_numbers_do_not_lie_on_the_line_at_1(speedup):
+    table = measured().assign(speedup=speedup, low=speedup - 0.01, high=speedup)
+    figure = plots.speedup(table, paper_cases())
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    line = axes.transData.transform((0, 1))[1]
+    assert axes.texts
+    for text in axes.texts:
+        box = text.get_window_extent(renderer)
+        assert not box.ymin < line < box.ymax
+
+
+def test_one_repetition_has_no_whiskers():
+    table = measured().assign(low=lambda rows: rows["speedup"], high=lambda rows: rows["speedup"])
+    bars = [c for c in plots.speedup(table, paper_cases()).axes[0].containers if hasattr(c, "patches")]
+    assert bars and all(container.errorbar is None for container in bars)
+    bars = [c for c in plots.speedup(measured(), paper_cases()).axes[0].containers if hasattr(c, "patches")]
+    assert all(container.errorbar is not None for container in bars)

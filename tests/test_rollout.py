@@ -479,8 +479,9 @@ def test_the_engines_seed_decides_the_samples(policies):
         ({"seed": None}, "seed=None is not possible"),
         ({"seed": 1.0}, "seed=1.0 is not possible"),
         ({"seed": True}, "seed=True is not possible"),
-        ({"max_num_seqs": None}, "max_num_seqs=None is not possible: use a whole number of 1 or more"),
+        ({"max_num_seqs": None}, "max_num_seqs=None is not possible: use a whole number from 1 to 4096"),
         ({"max_num_seqs": True}, "max_num_seqs=True is not possible"),
+        ({"max_num_seqs": 4097}, "max_num_seqs=4097 is not possible"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible"),
         ({"max_model_len": np.True_}, "max_model_len=.*True.* is not possible"),
         (

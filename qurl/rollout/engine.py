@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
-# numpy's generators, which vLLM seeds too, take no larger one.
-MAX_SEED = 2**32 - 1
 # vLLM would sample at this temperature where a lower one, but not 0, is asked for.
 MIN_TEMPERATURE = 0.01
 _MAX_KV_SHARE_OF_MEMORY = 0.25
@@ -107,7 +105,7 @@ class RolloutEngine:
     max_model_len : int, optional
         Longest prompt plus completion, in tokens; default the model's own limit.
     max_num_seqs : int
-        Sequences decoded at once.
+        Sequences decoded at once, at most 4,096.
     seed : int
         Of the sampler. Seeds per request would make sampling on a CPU much slower.
     compute_dtype : {"bf16", "fp32"}, optional
@@ -158,10 +156,10 @@ class RolloutEngine:
         arguments.choice("dtype", dtype, DTYPES)
         arguments.choice("kernels", kernels, ("qurl", "vllm"))
         code_bits = arguments.whole_number("code_bits", code_bits, 2, 8)
-        max_num_seqs = arguments.whole_number("max_num_seqs", max_num_seqs, 1)
+        max_num_seqs = arguments.whole_number("max_num_seqs", max_num_seqs, 1, arguments.MAX_SEQUENCES)
         if max_model_len is not None:
             max_model_len = arguments.whole_number("max_model_len", max_model_len, 2)
-        seed = arguments.whole_number("seed", seed, 0, MAX_SEED)
+        seed = arguments.whole_number("seed", seed, 0, arguments.MAX_SEED)
         gpu_memory_utilization = arguments.number("gpu_memory_utilization", gpu_memory_utilization, 0.01, 1)
         arguments.switches(
             enable_prefix_caching=enable_prefix_caching, track_codes=track_codes, load_weights=load_weights
@@ -485,6 +483,13 @@ class RolloutEngine:
                 for name in (_vllm_distribution(), "torch", "transformers")
             },
         }
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens whose keys and values fit into the cache; sequences beyond them wait."""
+        self._require_open()
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
 
     def codes_and_scale(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (out, in) and FP32 scale (out, 1) that the live engine holds for the projection ``name``."""
