@@ -56,6 +56,11 @@ _NUMBER = re.compile(
     r"(?: \d+)?(?:\s?[/:]\s?\d+)?(?:\s?(?:\\?%|percent\b|pct\b))?"
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SMALL_WORDS = frozenset("is are the it so we thus hence therefore because since have get".split())
+_NO_PROSE = re.compile(
+    r"(?i:(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*|sqrt|pi|sin|cos|tan|log|ln|rs|usd|eur|or|and|max|min)"
+    r"|[A-Z]{2,4}",
+)
 _SEARCH_WINDOW = 20_000  # characters from the end, for the searches of lenient extraction
 
 
@@ -125,25 +130,19 @@ def _before_new_question(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text is a sentence rather than an answer: three words, or one of a sentence's small words."""
+    """Whether a text is a sentence rather than an answer.
+
+    Signs of one: four words, one of a sentence's small words, or a word before the first number (``You pay 18``)
+    that is no name (``AB = 18``), month, function or currency.
+    """
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|\\begin\{[a-z]*\}|\\end\{[a-z]*\}", " ", text)
     found = re.findall(r"[A-Za-z]{2,}", text)
-    small = {
-        "is",
-        "are",
-        "the",
-        "it",
-        "so",
-        "we",
-        "thus",
-        "hence",
-        "therefore",
-        "because",
-        "since",
-        "have",
-        "get",
-    }
-    return len(found) > 3 or any(word.lower() in small for word in found)
+    if len(found) > 3 or any(word.lower() in _SMALL_WORDS for word in found):
+        return True
+    before = re.match(r"\D*", text)[0]
+    if not re.search(r"\d", text) or re.fullmatch(r"\s*[A-Za-z]+\s*[=:].*", before, re.DOTALL):
+        return False
+    return any(not _NO_PROSE.fullmatch(word) for word in re.findall(r"[A-Za-z]{2,}", before))
 
 
 def _clip(segment: str) -> str:

@@ -111,7 +111,11 @@ _TEXT_UNIT = re.compile(
     r"(?<=[\w)}\]%€!]) ?(?:/? ?\\text ?\{[^{}]*\} ?(?:\^ ?(?:\{[^{}]*\}|-?\d))? ?)+$|(?<=[\w)}\]]) ?\\text ?(?:cm|m|km)$"
 )
 _DEGREE_SCALE = re.compile(r"\^\\circ ?(?:\\text ?\{ ?)?[CFK]?(?: ?\})?")
-_SINGLE_LETTER_UNIT = re.compile(r"(?<=[\d)}]) ?(?:\\text ?)?[a-zA-Z](?: ?/ ?[a-zA-Z])?" + _POWER + "$")
+# 18 m and 10m/s, but not 6m: a letter that touches its number is a variable.
+_LETTER = r"[mgshlLJNVWAKCFTd]"
+_SINGLE_LETTER_UNIT = re.compile(
+    rf"(?<=[\d)}}])(?: \\text ?{_LETTER}| {_LETTER}(?: ?/ ?{_LETTER})?| ?{_LETTER} ?/ ?{_LETTER}){_POWER}$"
+)
 
 
 def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
@@ -176,7 +180,8 @@ def choice(text: str) -> tuple[str | None, str]:
 
 def _when(text: str) -> Parts | None:
     """Dates and times of day."""
-    flat = re.sub(r"\\text(?![a-zA-Z])|[{}]", "", text).replace("\\!", "").strip(" .")
+    flat = re.sub(r"\\text(?![a-zA-Z])|[{}]", "", text).strip(" .")
+    flat = re.sub(r"\s+", " ", flat)
     if m := re.fullmatch(r"(\d{1,2})((?: ?: ?\d{2}){0,2}) ?([ap])\.? ?m\.?", flat, re.IGNORECASE):
         return Parts("clock", (int(m[1]), *map(int, re.findall(r"\d+", m[2]))), m[3].lower())
     if m := re.fullmatch(r"(\d{1,2}) ?: ?(\d{2})(?: ?: ?(\d{2}))?", flat):
@@ -237,6 +242,7 @@ _MALFORMED = [
         (r"(?<![\\a-zA-Z])sqrt ?(\d+)", r"\\sqrt{\1}"),
         (r"√ ?\(([^()]*)\)|√ ?\{([^{}]*)\}|√ ?(\w+)", r"\\sqrt{\1\2\3}"),
         (r"(?<![\\a-zA-Z])(pi|infty|sin|cos|tan|cot|sec|csc|log|ln|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\w}])(\d+) ?(?=\()", r"\1\\cdot "),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
         (r"\^ ?\(([^()]*)\)", r"^{\1}"),
@@ -286,6 +292,7 @@ def formula(text: str) -> sympy.Basic:
         NotMathematics: the grammar does not accept it.
     """
     source = text
+    text = re.sub(r"\\text ?\{ ?([\d.]+) ?\}", r"\1", text)
     text = re.sub(r"\^\\circ ?", "", re.sub(r"(\d+(?:\.\d+)?) ?\^\\circ ?", r"(\\frac{\1 \\pi}{180})", text))
     for pattern, replacement in _MALFORMED:
         text = pattern.sub(replacement, text)
@@ -433,9 +440,11 @@ def read(text: str, bare_units: bool = False):
     if m := re.fullmatch(r"\\text ?\{([^{}]*)\}", text):
         return read(tidy(m[1]), bare_units) if tidy(m[1]) else Text("")
     if (m := _bracketed(text)) and m[0] == "{" and m[2] == "}":
-        return read(m[1], bare_units)
+        return read(tidy(m[1]), bare_units) if tidy(m[1]) else Text("")
     if (special := _when(text) or _base(text)) is not None:
         return special
+    if re.fullmatch(r"\\(?:mathbb|Bbb) ?\{?R\}?|\\reals?", text):
+        return Items((Scalar(-sympy.oo), Scalar(sympy.oo)), "(", ")")
     if text in (r"\emptyset", r"\varnothing"):
         return Items((), r"\{", r"\}")
     text, conjunction = _and_or(text)
@@ -506,5 +515,5 @@ def read(text: str, bare_units: bool = False):
         return Items((read(plus, bare_units), read(minus, bare_units)))
     pieces, found = split(text, {":"})
     if found and all(pieces):
-        return Parts("ratio", tuple(_atom(piece.strip("\\! "), bare_units) for piece in pieces))
+        return Parts("ratio", tuple(_atom(piece, bare_units) for piece in pieces))
     return _atom(text, bare_units)

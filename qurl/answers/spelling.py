@@ -50,6 +50,8 @@ _REWRITES = [
         (r"\\(?:ast)(?![a-zA-Z])", r"\\cdot "),
         (r"\\phantom(?![a-zA-Z])\s*(?:\{[^{}]*\})?|\\(?:no)?(?:linebreak|number)(?![a-zA-Z])", ""),
         (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"\\(?:text)?color ?\{\w*\}", ""),
+        (r"(?<!\w)(?:np|numpy|math)\.(?=[a-z])", ""),
         (r"<<[^<>]*>>", ""),  # GSM8K's calculator marks
         # 12{,}600 · 12,\!600 · 12\,600 · 12 600: a separator between three-digit groups belongs to the number
         (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))", ""),
@@ -67,6 +69,8 @@ def tidy(text: str) -> str:
     (as ``\$``). A closing period goes.
     """
     text = text.translate(_UNICODE)
+    if "matrix" not in text and "array" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z]|\s*$)", lambda m: "\\" if m.end() < len(text.rstrip()) else "", text)
     # Spacing commands between digits separate thousands (12\,600, 12\;600); elsewhere they are spaces.
     text = re.sub(r"(?<=\d)\\!", "", text)
     for pattern, replacement in _REWRITES:
