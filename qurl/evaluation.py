@@ -514,8 +514,6 @@ class _Store(_Memory):
                         f"{folder} holds an evaluation with {key}={found.get(key)!r} instead of {wanted[key]!r}: give "
                         "another folder."
                     )
-            else:
-                _write(folder / _SETTINGS, json.dumps(wanted, indent=2) + "\n")
             if self.lines.exists():
                 content = self.lines.read_bytes()
                 os.truncate(self.lines, content.rfind(b"\n") + 1)
@@ -534,6 +532,8 @@ class _Store(_Memory):
 
     def add(self, id: str, samples: list[dict]) -> None:
         super().add(id, samples)
+        if not (self.folder / _SETTINGS).exists():  # not before there is something to keep
+            _write(self.folder / _SETTINGS, json.dumps(self.settings, indent=2) + "\n")
         with open(self.lines, "a") as stream:
             stream.write(json.dumps({"id": id, "samples": samples}) + "\n")
 
@@ -566,7 +566,7 @@ class _Store(_Memory):
 
 
 def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     partial.write_text(text)
     os.replace(partial, file)
 

@@ -217,6 +217,12 @@ def test_another_setting_needs_another_folder(task, tmp_path):
             evaluate(Arithmetician(), **{"task": task, "output": tmp_path, **other})
 
 
+def test_a_failed_start_does_not_occupy_its_folder(task, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Arithmetician(stop_after=0), task, 3, output=tmp_path)
+    assert evaluate(Arithmetician(), task, 2, output=tmp_path).complete
+
+
 def _shard(folder, index):
     return evaluate(
         Arithmetician(), load_task("arithmetic", "test", n=16), 4, output=folder, shard=(index, 2)
