@@ -251,6 +251,8 @@ class QuRLConfig(GRPOConfig):
                 f"generation_kwargs={self.generation_kwargs!r} is not possible: sampling is temperature alone, set by "
                 "temperature and max_completion_length; leave it out."
             )
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length=None is not possible: use a number of tokens such as 256.")
         if not 0.01 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} is not possible: use 0.01 to 2.")
 

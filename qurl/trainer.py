@@ -216,7 +216,7 @@ class QuRLTrainer(GRPOTrainer):
         known = mask & torch.isfinite(behav)
         counts = torch.stack([mask.sum(), known.sum()]).to(behav.device)
         total, found = self.accelerator.reduce(counts, reduction="sum").tolist()
-        missing = 1 - found / max(total, 1)
+        missing = (total - found) / max(total, 1)
         self._log_metrics({"mismatch/missing_share": missing})
         if missing > MAX_MISSING_SHARE:
             raise TrainingError(

@@ -1,0 +1,65 @@
+"""Recorded rollouts in place of an engine, so that trainers can be compared on the same tokens."""
+
+from types import SimpleNamespace
+
+import torch
+from trl import GRPOTrainer
+
+from qurl.trainer import QuRLTrainer
+
+
+class Replay:
+    """A generation backend that draws completions and log-probs from a generator of its own.
+
+    ``behav`` maps (prompt ids, completion ids) to the sampler's log-probs; by default a noise around −1.
+    """
+
+    def __init__(self, eos_token_id: int, length: int = 6, seed: int = 0, vocabulary: int = 40):
+        self.eos_token_id, self.length, self.vocabulary = eos_token_id, length, vocabulary
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = self.train_dtype = "int8"
+        self.syncs, self.streams, self.prompts = 0, [], []
+        self.last_sync = self.last_rollouts = None
+        self.spoil = lambda logps: logps
+
+    def begin(self, *, training, stream):
+        self.streams.append((training, stream))
+
+    def use_full_precision(self):
+        self.train_dtype = self.dtype = "bf16"
+
+    def sync_weights(self):
+        self.syncs += 1
+        self.last_sync = SimpleNamespace(seconds=0.25, codes_changed=0.125)
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        self.prompts.append(prompts)
+        draw = {"generator": self.generator}
+        lengths = torch.randint(2, self.length + 1, (len(prompts),), **draw).tolist()
+        # The last completion is cut off, the others end.
+        completions = [torch.randint(5, self.vocabulary, (n,), **draw).tolist() for n in lengths]
+        for completion in completions[:-1]:
+            completion[-1] = self.eos_token_id
+        logps = [(-3.7 + torch.randn(n, **draw)).tolist() for n in lengths]
+        self.last_rollouts = SimpleNamespace(seconds=0.5, completion_tokens=sum(lengths))
+        return prompts, completions, [[[value] for value in row] for row in self.spoil(logps)], None
+
+    def close(self):
+        pass
+
+
+class ReplayedQuRLTrainer(QuRLTrainer):
+    """`QuRLTrainer` without an engine."""
+
+    def _build_generation(self):
+        return Replay(self.eos_token_ids[0])
+
+
+def replayed_grpo_trainer(model, rewards, args, **options) -> GRPOTrainer:
+    """Stock `GRPOTrainer` fed from the same recording: its own loss and correction, another backend."""
+    args.use_vllm = False
+    trainer = GRPOTrainer(model, rewards, args, **options)
+    args.use_vllm = trainer.use_vllm = True
+    backend = Replay(trainer.eos_token_ids[0])
+    trainer.vllm_generation, trainer._last_loaded_step = backend, -1
+    return trainer

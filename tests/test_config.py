@@ -1,0 +1,126 @@
+"""`QuRLConfig`: what it adds to TRL's configuration, and what it refuses."""
+
+import dataclasses
+import re
+
+import pytest
+from trl import GRPOConfig
+
+from qurl.config import QuRLConfig
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(**options):
+        return QuRLConfig(output_dir=str(tmp_path), bf16=False, report_to="none", **options)
+
+    return make
+
+
+def test_every_field_of_trl_is_there_with_few_other_defaults():
+    ours = {field.name: field.default for field in dataclasses.fields(QuRLConfig)}
+    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    assert theirs.keys() <= ours.keys()
+    assert {name for name in theirs if ours[name] != theirs[name]} == {
+        "use_vllm",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "use_bias_correction_kl",
+    }
+
+
+def test_docstring_and_help_name_every_added_field():
+    theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(QuRLConfig):
+        if field.name not in theirs:
+            assert re.search(rf"^\s+{field.name} \(`", QuRLConfig.__doc__, re.MULTILINE), field.name
+            assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rollout_dtype": "int4"}, "rollout_dtype='int4'"),
+        ({"objective": "ppo"}, "objective='ppo'"),
+        ({"proximal_logps": True}, "proximal_logps=True"),
+        ({"rollout_code_bits": 1}, "rollout_code_bits=1"),
+        ({"rollout_code_bits": 4, "rollout_dtype": "fp8"}, "rollout_code_bits=4"),
+        ({"uaq_scale": 0.0}, "uaq_scale=0.0"),
+        ({"uaq_scale": float("nan")}, "uaq_scale=nan"),
+        ({"update_noise_every": -1}, "update_noise_every=-1"),
+        ({"mismatch_limit": -0.1}, "mismatch_limit=-0.1"),
+        ({"mismatch_action": "halt"}, "mismatch_action='halt'"),
+        ({"use_vllm": False}, "use_vllm=False"),
+        ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False"),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode="),
+        ({"vllm_importance_sampling_clip_min": 0.5}, "vllm_importance_sampling_clip_min=0.5"),
+        ({"vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_clip_max=None"),
+        ({"vllm_importance_sampling_clip_max": 0.0}, "vllm_importance_sampling_clip_max=0.0"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
+        ({"delta": 4.0}, "delta=4.0"),
+        ({"loss_type": "cispo"}, "loss_type='cispo'"),
+        ({"loss_type": "sapo"}, "loss_type='sapo'"),
+        ({"loss_type": "vespo"}, "loss_type='vespo'"),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level='sequence'",
+        ),
+        (
+            {"proximal_logps": "reuse", "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+            "proximal_logps",
+        ),
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 20}, "top_k=20"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
+        ({"generation_kwargs": {"presence_penalty": 1.0}}, "generation_kwargs"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"vllm_mode": "server"}, "vllm_mode='server'"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
+        ({"max_completion_length": None}, "max_completion_length=None"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_with_the_field_and_one_sentence(config, options, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+        config(**options)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith(".")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("objective", ["naive", "proximal", "decoupled", "tis", "acr"])
+def test_every_objective_goes_with_every_clipped_loss(config, objective, loss_type):
+    assert (
+        config(objective=objective, loss_type=loss_type, beta=1e-3, epsilon_high=0.28).objective == objective
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_losses_without_clipping_go_with_the_other_corrections(config, loss_type):
+    config(objective="tis", loss_type=loss_type)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "iterations", "steps", "current"),
+    [
+        (1, 1, 1, 1, True),
+        (4, 4, 1, 1, True),
+        (4, 2, 1, 0.5, True),
+        (2, 4, 1, 2, False),
+        (1, 1, 2, 2, False),
+        (2, 1, 2, 1, True),
+    ],
+)
+def test_optimizer_steps_per_generation_batch(
+    config, accumulation, per_generation, iterations, steps, current
+):
+    """`proximal_is_current` is the engine notes' rule: accumulation steps % (steps per generation · iterations) == 0."""
+    made = config(
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=per_generation,
+        num_iterations=iterations,
+    )
+    assert made.optimizer_steps_per_batch == steps
+    assert made.proximal_is_current is current
