@@ -77,6 +77,10 @@ class InversionSampler(Sampler):
         self._generator = torch.Generator().manual_seed(seed)
         self._compiled = unavailable("int8") is None
 
+    def reseed(self, seed: int) -> None:
+        """Restart the random numbers."""
+        self._generator.manual_seed(seed)
+
     def forward(
         self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None
     ) -> SamplerOutput:
