@@ -25,6 +25,7 @@ from .workers import POOL_SIZE, WorkerFailed, pool
 __all__ = ["Verdict", "check", "check_many", "extract_answer", "gold_problem", "is_correct"]
 
 _LONGEST_ANSWER = 5_000  # characters
+_NO_ANSWER = Extraction("\u2423", "whole")  # stands for no value
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,10 @@ def _tolerance(tolerance) -> Fraction | None:
 
 def _at_once(answer: str, gold: str, tolerance: Fraction | None) -> tuple[bool | None, str] | None:
     """The verdict where it needs no parser, else None."""
-    if problem := unreadable(gold):
+    if problem := unreadable(gold) if len(gold) <= _LONGEST_ANSWER else "too long":
         return None, f"gold unreadable: {problem}"
     if len(answer) > _LONGEST_ANSWER:
         return False, f"answer longer than {_LONGEST_ANSWER} characters"
-    if len(gold) > _LONGEST_ANSWER:
-        return None, f"gold unreadable: longer than {_LONGEST_ANSWER} characters"
     one, other = tidy(gold), tidy(answer)
     if one == other or compact(one) == compact(other):
         return True, "same spelling"
@@ -139,7 +138,7 @@ def _start(prediction, gold, lenient: bool, tolerance: Fraction | None) -> _Job:
     job = _Job(found, _golds(gold), tolerance, [])
     for text in job.golds:
         if found.text is None:
-            problem = unreadable(text)
+            problem = unreadable(text[:_LONGEST_ANSWER])
             job.settle(
                 text,
                 None if problem else False,
@@ -158,17 +157,21 @@ def _start(prediction, gold, lenient: bool, tolerance: Fraction | None) -> _Job:
 
 
 def _finish(job: _Job) -> Verdict:
-    for gold in job.open:
-        tolerance = None if job.tolerance is None else str(job.tolerance)
-        try:
-            correct, why = pool().ask([job.found.text, job.found.joined, gold, tolerance])
-            job.settle(gold, correct, why)
-        except WorkerFailed as error:
-            correct = False
-            job.settle(gold, False, f"stopped: {error}", timed_out=True)
-        if correct:
-            break
+    if job.open:
+        for gold, correct, why, stopped in _compare(job.found, job.open, job.tolerance):
+            job.settle(gold, correct, why, stopped)
     return job.result()
+
+
+def _compare(
+    found: Extraction, golds: list[str], tolerance: Fraction | None
+) -> list[tuple[str, bool | None, str, bool]]:
+    """(gold, verdict, reason, stopped) from a worker, for each gold up to the first that accepts the answer."""
+    try:
+        replies = pool().ask([found.text, found.joined, golds, None if tolerance is None else str(tolerance)])
+    except WorkerFailed as error:
+        return [(golds[0], False, f"stopped: {error}", True)]
+    return [(gold, correct, why, False) for gold, (correct, why) in zip(golds, replies, strict=False)]
 
 
 def check(
@@ -181,7 +184,7 @@ def check(
     """Compare the answer of a completion with the gold.
 
     Args:
-        prediction: the completion; any text. It never raises and takes at most 2 s for each alternative gold.
+        prediction: the completion; any text. None makes it raise or take more than 2 s.
         gold: the right answer. A string that lists several values wants all of them; a *sequence* of strings gives
             alternatives, any one of which is accepted (Minerva).
         lenient: see `extract_answer`.
@@ -236,18 +239,17 @@ def check_many(
 
 
 def gold_problem(gold: str | Sequence[str]) -> str | None:
-    """Why a gold cannot be read, or None: for the loaders, which list such rows."""
-    problem = None
+    """Why no verdict is possible with a gold, or None: for the loaders, which list such rows.
+
+    Of several alternatives one that can be read is enough.
+    """
+    problems = []
     for text in _golds(gold):
-        problem = unreadable(text)
+        problem = unreadable(text) if len(text) <= _LONGEST_ANSWER else "too long"
+        if problem is None and plain_number(join_thousands(tidy(text))) is None:
+            ((_, correct, why, _),) = _compare(_NO_ANSWER, [text], None)
+            problem = why.removeprefix("gold unreadable: ") if correct is None else None
         if problem is None:
-            if plain_number(join_thousands(tidy(text))):
-                return None
-            try:
-                correct, why = pool().ask(["\u2423", None, text, None])
-            except WorkerFailed as error:
-                correct, why = None, str(error)
-            if correct is not None:
-                return None
-            problem = why.removeprefix("gold unreadable: ")
-    return problem or "empty" if problem or not _golds(gold) else None
+            return None
+        problems.append(problem)
+    return "; ".join(dict.fromkeys(problems)) or "empty"

@@ -42,7 +42,8 @@ _NEW_QUESTION = re.compile(
 _ANSWER = re.compile(
     r"\banswer(?: is)?\s*(?:\*\*|__)?\s*:(?!\s*$)[ \t]*(?:\*\*|__)?[ \t]*(?:\n\s*)?([^\n]*)", re.IGNORECASE
 )
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_HASHES_NUMBER = re.compile(r"####(?!#)[ \t]*[-+$\\]*\d[\d,.]*")
 _HASHES = re.compile(r"####(?!#)[ \t]*([^\n]*)")
 _STATED = re.compile(
     r"\*\*(?!\s)([^*\n]{1,200}?)\*\*"
@@ -113,20 +114,33 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
     return found, is_open
 
 
+def _says_something(content: str) -> bool:
+    return len(content) > 1000 or tidy(content) != ""
+
+
 def _before_new_question(text: str) -> str:
     """Cut run-on text: everything from the first new question that follows an answer."""
+    boxes = _boxes(text)[0]
+    answers = [boxes[0][1] if boxes else None]
+    answers += [
+        m.end() if (m := pattern.search(text)) else None for pattern in (_HASHES_NUMBER, _ANSWER, _STATED)
+    ]
+    first = min((end for end in answers if end is not None), default=None)
     for mark in _NEW_QUESTION.finditer(text):
-        head = text[: mark.start()]
-        if (
-            _boxes(head)[0]
-            or _HASHES.search(head)
-            or _ANSWER.search(head)
-            or (mark.start() and mark[0][0] == "<")
-        ):
-            return head
-        if mark.start() and re.search(r"\b(?:answer\b.{0,40}\bis\b|\*\*)", head[-500:], re.IGNORECASE):
-            return head
+        if (mark[0].startswith("<") and mark.start()) or (first is not None and first <= mark.start()):
+            return text[: mark.start()]
     return text
+
+
+def _tagged(text: str) -> str | None:
+    """What the last ``<answer>…</answer>`` holds."""
+    inside, opened = None, None
+    for tag in _ANSWER_TAG.finditer(text):
+        if not tag[1]:
+            opened = tag.end()
+        elif opened is not None:
+            inside, opened = text[opened : tag.start()].strip() or inside, None
+    return inside
 
 
 def _is_prose(text: str) -> bool:
@@ -222,14 +236,13 @@ def find_answer(text: str, *, lenient: bool = True) -> Extraction:
             if start - end > 20 or not _BETWEEN_BOXES.fullmatch(said, end, start):
                 break
             joined.insert(0, content.strip())
-        if not tidy(last):
+        if not _says_something(last):
             return Extraction(None, "empty")
         return Extraction(last, "box", ", ".join(joined) if len(set(joined)) > 1 else None)
     if is_open:
         return Extraction(None, "unclosed box")
-    tags = _ANSWER_TAG.findall(said)
-    if tags and tags[-1].strip():
-        return Extraction(_clip(tags[-1]) or tags[-1].strip(), "answer")
+    if tagged := _tagged(said):
+        return Extraction(_clip(tagged) or tagged, "answer")
     for match in reversed(list(_ANSWER.finditer(said))):
         if re.search(r"\w", segment := _clip(match[1])):
             return Extraction(segment, "answer")
@@ -237,7 +250,7 @@ def find_answer(text: str, *, lenient: bool = True) -> Extraction:
         return hashes
     if lenient and (stated := _stated(said)) is not None:
         return Extraction(stated, "stated")
-    if thought and (boxes := _boxes(thought)[0]) and tidy(boxes[-1][2]):
+    if thought and (boxes := _boxes(thought)[0]) and _says_something(boxes[-1][2]):
         return Extraction(boxes[-1][2].strip(), "box")
     if lenient:
         line = said.strip()

@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import select
 import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
-DEADLINE = 2.0  # seconds for one answer
+DEADLINE = (
+    1.9  # seconds for one comparison; with finding the answer and stopping a worker, 2 s for one answer
+)
 MEMORY_LIMIT = 512 * 2**20  # bytes of address space of a worker
+POOL_SIZE = max(2, min(4, os.cpu_count() or 1))  # two at least, so that one is warm while another is replaced
 _START_DEADLINE = 120.0  # seconds for the imports of a new worker, on a busy machine
-POOL_SIZE = max(1, min(4, os.cpu_count() or 1))
+_LONGEST_SERVICE = 20_000  # requests after which a worker is replaced: the grammar's tables only ever grow
+_PROGRAM = "from qurl.answers.workers import serve; serve({parent})"
+_OUT_OF_MEMORY = "the comparison ran out of memory or crashed"
 
 
 class WorkerFailed(RuntimeError):
@@ -37,14 +44,14 @@ class _Worker:
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from qurl.answers.workers import serve; serve({os.getpid()})"],
+            [sys.executable, "-c", _PROGRAM.format(parent=os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
             cwd="/",
         )
-        self.ready = False
+        self.served = 0
         self._poll = select.poll()
         self._poll.register(self.process.stdout, select.POLLIN)
 
@@ -56,23 +63,35 @@ class _Worker:
                 raise WorkerFailed(f"no verdict within {seconds:g} s")
             piece = os.read(self.process.stdout.fileno(), 65536)
             if not piece:
-                raise WorkerFailed("the comparison ran out of memory or crashed")
+                raise WorkerFailed(_OUT_OF_MEMORY)
             received += piece
         return received
 
-    def ask(self, request: list, seconds: float) -> tuple[bool | None, str]:
+    def ask(self, request: list, seconds: float) -> list:
         try:
-            if not self.ready:
-                self._line(_START_DEADLINE)
-                self.ready = True
+            if not self.served:
+                self._start()
+            self.served += 1
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
-            correct, why = json.loads(self._line(seconds))
+            reply = json.loads(self._line(seconds))
         except OSError as error:
-            raise WorkerFailed("the comparison ran out of memory or crashed") from error
-        if why == "out of memory":
-            raise WorkerFailed("the comparison ran out of memory or crashed")
-        return correct, why
+            raise WorkerFailed(_OUT_OF_MEMORY) from error
+        if reply is None:
+            raise WorkerFailed(_OUT_OF_MEMORY)
+        return reply
+
+    def _start(self):
+        """Wait for the imports. A worker that cannot start is a broken installation, not a wrong answer."""
+        try:
+            problem = json.loads(self._line(_START_DEADLINE))
+        except WorkerFailed as error:
+            problem = str(error)
+        if problem:
+            raise RuntimeError(
+                f"The process that compares answers did not start ({problem}): install the pinned math-verify again "
+                "(`make env`, or pip install 'math-verify[antlr4_9_3]==0.9.0')."
+            )
 
     def stop(self):
         self.process.kill()
@@ -93,36 +112,40 @@ class Pool:
 
     def _take(self) -> _Worker:
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            worker = _Worker()
-            self._all.add(worker)
-            return worker
+            while len(self._all) < self.size:  # all at once: they import side by side
+                self._free.insert(0, self._add())
+            return self._free.pop()
 
-    def ask(self, request: list, seconds: float = DEADLINE) -> tuple[bool | None, str]:
+    def _add(self) -> _Worker:
+        worker = _Worker()
+        self._all.add(worker)
+        return worker
+
+    def ask(self, request: list, seconds: float = DEADLINE) -> list:
         """Send one request; the deadline runs from when a worker takes it.
 
         Raises:
             WorkerFailed: the deadline passed, or the worker died; it has been stopped.
+            RuntimeError: workers cannot be started.
         """
         with self._slots:
             worker = self._take()
-            done = False
+            usable = False
             try:
-                answer = worker.ask(request, seconds)
-                done = True
-                return answer
-            finally:  # also when the caller is interrupted: a worker in the middle of a request cannot be used again
-                if done:
-                    with self._lock:
-                        self._free.append(worker)
-                else:
+                reply = worker.ask(request, seconds)
+                usable = worker.served < _LONGEST_SERVICE
+                return reply
+            finally:  # also on an interrupt: a worker in the middle of a request cannot be used again
+                if not usable:
                     worker.stop()
-                    with self._lock:
-                        self._all.discard(worker)
-                        replacement = _Worker()  # imports while the caller goes on
-                        self._all.add(replacement)
-                        self._free.insert(0, replacement)
+                with self._lock:
+                    if worker in self._all:  # not closed meanwhile
+                        if usable:
+                            self._free.append(worker)
+                        else:
+                            self._all.discard(worker)
+                            if worker.served:  # the replacement imports while the caller goes on
+                                self._free.insert(0, self._add())
 
     def close(self):
         """Stop all workers; the next request starts new ones."""
@@ -153,37 +176,44 @@ def serve(parent: int) -> None:
     """The worker's loop: one JSON request a line, one JSON reply a line, until the pipe closes."""
     import resource
 
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that a library prints gets between the replies
+
+    def reply(message) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.setrecursionlimit(3000)
-    import logging
-    from fractions import Fraction
-
     logging.disable(logging.CRITICAL)
-    from .equality import judge
+    try:
+        from .equality import judge
 
-    judge(r"\frac{1}{2}x", None, r"\frac{x}{2}", None)  # builds the grammar's tables
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that a library prints gets between the replies
-    replies.write("ready\n")
-    replies.flush()
+        judge(r"\frac{1}{2}x", None, r"\frac{x}{2}", None)  # builds the grammar's tables
+    except Exception as error:
+        return reply(f"{type(error).__name__}: {error}")
+    reply("")
     for line in sys.stdin:
         # A worker whose parent was killed ends itself.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(
-            resource.RLIMIT_CPU,
-            (int(used.ru_utime + used.ru_stime + 5 * DEADLINE) + 1, resource.RLIM_INFINITY),
-        )
-        answer, joined, gold, tolerance = json.loads(line)
-        try:
-            reply = judge(answer, joined, gold, None if tolerance is None else Fraction(tolerance))
-        except MemoryError:
-            reply = (False, "out of memory")
-        except RecursionError:
-            reply = (False, "nested too deeply")
-        except Exception as error:  # a fault of a library on odd input is no reason to stop a training run
-            reply = (False, f"comparison failed: {type(error).__name__}")
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-        if reply[1] == "out of memory" or os.getppid() != parent:
-            return
+        seconds = int(used.ru_utime + used.ru_stime + 5 * DEADLINE) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        answer, joined, golds, tolerance = json.loads(line)
+        verdicts = []
+        for gold in golds:
+            try:
+                verdicts.append(
+                    judge(answer, joined, gold, None if tolerance is None else Fraction(tolerance))
+                )
+            except MemoryError:
+                return reply(None)
+            except RecursionError:
+                verdicts.append((False, "nested too deeply"))
+            except Exception as error:  # a library's fault on odd input is no reason to stop a training run
+                verdicts.append((False, f"comparison failed: {type(error).__name__}"))
+            if verdicts[-1][0]:
+                break
+        reply(verdicts)
+        if os.getppid() != parent:
+            return None
