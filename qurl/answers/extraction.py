@@ -35,7 +35,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:(?:and|or|\\text\{\s*(?:and|or)\s*\})[\s,;$]*)?", re.IGNORECASE)
 _NEW_QUESTION = re.compile(
-    r"(?:^|(?<=[\n.!?}$\d\])*]))[ \t]*(?:#+ *|\*\*)?(?:(?:New |Next )?(?:Question|Problem|Exercise|Q)(?: *\d+)?(?:\*\*)? *:"
+    r"(?:^|(?<=[\n.!?}$\d\])*]))[ \t]*(?:#+ *|\*\*)?"
+    r"(?:(?:New |Next )?(?:Question|Problem|Exercise|Q)(?: *\d+)?(?:\*\*)? *:"
     r"|(?:Question|Problem|Exercise) \d+ *\.|(?:Human|User|Instruction) *:|\[INST\])"
     r"|<\|(?:im_start|user|start_header_id|endoftext|im_end|eot_id)\|>",
 )
@@ -57,9 +58,10 @@ _NUMBER = re.compile(
     r"(?: \d+)?(?:\s?[/:]\s?\d+)?(?:\s?(?:\\?%|percent\b|pct\b))?"
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SMALL_WORDS = frozenset("is are the it so we thus hence therefore because since have get".split())
+_SMALL_WORDS = re.compile(r"(?i:is|are|the|it|so|we|thus|hence|therefore|because|since|have|get)")
 _NO_PROSE = re.compile(
-    r"(?i:(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*|sqrt|pi|sin|cos|tan|log|ln|rs|usd|eur|or|and|max|min)"
+    r"(?i:(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*)"
+    r"|(?i:sqrt|pi|sin|cos|tan|log|ln|rs|usd|eur|or|and|max|min)"
     r"|[A-Z]{2,4}",
 )
 _SEARCH_WINDOW = 20_000  # characters from the end, for the searches of lenient extraction
@@ -72,7 +74,7 @@ def _visible(text: str) -> tuple[str, str]:
         piece = text[start : tag.start()]
         if tag[1]:  # a closing tag without an opening one: the prompt opened it
             thought += [piece] if thinking or not thought else []
-            if not (thinking or len(thought) == 1 and not said):
+            if not (thinking or (len(thought) == 1 and not said)):
                 said.append(piece)
             elif not thinking:
                 said.clear()
@@ -151,7 +153,7 @@ def _is_prose(text: str) -> bool:
     """
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|\\begin\{[a-z]*\}|\\end\{[a-z]*\}", " ", text)
     found = re.findall(r"[A-Za-z]{2,}", text)
-    if len(found) > 3 or any(word.lower() in _SMALL_WORDS for word in found):
+    if len(found) > 3 or any(_SMALL_WORDS.fullmatch(word) for word in found):
         return True
     before = re.match(r"\D*", text)[0]
     if not re.search(r"\d", text) or re.fullmatch(r"\s*[A-Za-z]+\s*[=:].*", before, re.DOTALL):
@@ -191,11 +193,10 @@ def _stated(text: str) -> str | None:
 def _last_number(text: str) -> str | None:
     """The last number, with the whole formula that it stands in, if any."""
     text = text[-_SEARCH_WINDOW:]
-    number = None
-    for number in _NUMBER.finditer(text):
-        pass
-    if number is None:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
+    number = numbers[-1]
     for math in _MATH.finditer(text):
         if math.start() < number.end() and number.start() < math.end():
             inside = next(group for group in math.groups() if group is not None)

@@ -83,17 +83,16 @@ class Relation:
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPENING, _CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
 _NUMBER_WORDS = {
-    word: value
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
-    )
-} | {
-    word: 30 + 10 * i
-    for i, word in enumerate("thirty forty fifty sixty seventy eighty ninety hundred".split())
-}
+    "zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+    "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
+    "seventeen": 17, "eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50,
+    "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100,
+}  # fmt: skip
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MONTHS = "january february march april may june july august september october november december".split()
+_MONTHS = [
+    "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
+    "december",
+]  # fmt: skip
 #: Units short enough to be mistaken for a product of variables. Longer words need no list.
 _UNITS = (
     "cm|mm|km|nm|um|dm|in|ft|yd|mi|oz|lb|lbs|kg|mg|ml|mL|kL|dL|Hz|kHz|MHz|GHz|Pa|kPa|MPa|eV|keV|MeV|GeV|kJ|kW|mW|MW|"
@@ -101,14 +100,16 @@ _UNITS = (
     "day|days|men|man|pies|pie|eggs|egg|cups|cup|cats|dogs|boys|toys|ways|way|year|box|pens|pen|cars|car|bags|bag|gal|"
     "pts|deg|units|unit|amu|erg|dyn|Wh|kWh|per|pints|inch|feet|foot|mile|yard|hour|week|acre|ton|tons|cent|dime|coin"
 )
-_WORD = rf"(?:(?:{_UNITS})(?![A-Za-z])|(?!(?:sin|cos|tan|cot|sec|csc|log|sqrt|frac|prime|cdot|times|infty)(?![a-z]))[A-Za-z]{{4,}}|of)"
+_COMMANDS = r"(?:sin|cos|tan|cot|sec|csc|log|sqrt|frac|prime|cdot|times|infty)(?![a-z])"
+_WORD = rf"(?:(?:{_UNITS})(?![A-Za-z])|(?!{_COMMANDS})[A-Za-z]{{4,}}|of)"
 _POWER = r"(?: ?\^ ?(?:\{ ?-?\d ?\}|-?\d))?"
 _PLAIN_UNIT = re.compile(
     rf"(?<=[\d)}}\]%€])(?: ?(?:{_UNITS})(?![A-Za-z]){_POWER}| {_WORD}\.?{_POWER})"
     rf"(?:[ /*.-]*(?:{_WORD}\.?|(?<=[/* ])[a-zA-Z](?![A-Za-z])){_POWER})*$"
 )
 _TEXT_UNIT = re.compile(
-    r"(?<=[\w)}\]%€!]) ?(?:/? ?\\text ?\{[^{}]*\} ?(?:\^ ?(?:\{[^{}]*\}|-?\d))? ?)+$|(?<=[\w)}\]]) ?\\text ?(?:cm|m|km)$"
+    r"(?<=[\w)}\]%€!]) ?(?:/? ?\\text ?\{[^{}]*\} ?(?:\^ ?(?:\{[^{}]*\}|-?\d))? ?)+$"
+    r"|(?<=[\w)}\]]) ?\\text ?(?:cm|m|km)$"
 )
 _DEGREE_SCALE = re.compile(r"\^\\circ ?(?:\\text ?\{ ?)?[CFK]?(?: ?\})?")
 # 18 m and 10m/s, but not 6m: a letter that touches its number is a variable.
@@ -407,7 +408,7 @@ _NAME = re.compile(
 
 
 def is_name(text: str) -> bool:
-    r"""Whether the left side of an equation only names its right side: ``x``, ``f(x)``, ``m_{\max}``, ``\angle ABC``."""
+    r"""Whether one side of an equation only names the other: ``x``, ``f(x)``, ``m_{\max}``, ``\angle ABC``."""
     text = text.strip()
     return bool(_NAME.fullmatch(text)) and not re.match(
         r"\\(?:frac|sqrt|sin|cos|tan|log|ln|pi|infty|binom)(?![a-z])", text

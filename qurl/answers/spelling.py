@@ -45,8 +45,12 @@ _REWRITES = [
         (r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le"),
         (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge"),
         (r"\\neq(?![a-zA-Z])", r"\\ne"),
-        (r"\\(?:lbrace|lbrack|langle|lparen)(?![a-zA-Z])", lambda m: {"lbrace": r"\{", "lbrack": "["}.get(m[0][1:], "(")),
-        (r"\\(?:rbrace|rbrack|rangle|rparen)(?![a-zA-Z])", lambda m: {"rbrace": r"\}", "rbrack": "]"}.get(m[0][1:], ")")),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\lbrack(?![a-zA-Z])", "["),
+        (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\rbrack(?![a-zA-Z])", "]"),
+        (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
         (r"\\(?:ast)(?![a-zA-Z])", r"\\cdot "),
         (r"\\phantom(?![a-zA-Z])\s*(?:\{[^{}]*\})?|\\(?:no)?(?:linebreak|number)(?![a-zA-Z])", ""),
         (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
@@ -90,7 +94,7 @@ def join_thousands(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    r"""A key under which two tidy spellings of the same thing meet: ``\frac34`` and ``\frac{3}{4}``, with or without spaces."""
+    r"""A key under which tidy spellings of one thing meet: ``\frac34`` and ``\frac{3}{4}``, with or without spaces."""
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
@@ -178,9 +182,9 @@ def same_plain(gold: Plain, answer: Plain, tolerance: Fraction | None = None) ->
         if tolerance is not None and difference <= tolerance:
             return True
         for written, exact in ((one, other), (other, one)):
-            if written.decimal and not exact.decimal and not terminates(exact.value):
-                if difference <= DECIMAL_TOLERANCE * abs(exact.value):
-                    return True
+            endless = written.decimal and not exact.decimal and not terminates(exact.value)
+            if endless and difference <= DECIMAL_TOLERANCE * abs(exact.value):
+                return True
     return False
 
 
