@@ -4,6 +4,7 @@ import copy
 import logging
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -616,6 +617,33 @@ def test_closing_an_engine_leaves_the_others_working(policies, int8_engine):
         assert greedy(int8_engine) == before
     assert greedy(int8_engine) == before
     int8_engine.sync(w0.named_parameters())
+
+
+def test_a_closed_engine_gives_its_memory_back(policies):
+    """Weights and cache: a training that closes one engine and makes another must not hold both."""
+    folder, w0, _ = policies["llama-tied"]
+    with RolloutEngine(folder, "int8", max_model_len=64, max_num_seqs=2, track_codes=True) as engine:
+        engine.sync(w0.named_parameters())
+        engine.generate([[1, 5]], max_tokens=2)
+        runner = engine._llm.llm_engine.model_executor.driver_worker.model_runner
+        alive = [weakref.ref(module) for module in runner.get_model().modules()]
+        alive += [weakref.ref(cache) for cache in runner.kv_caches]
+        del runner
+    assert [reference() for reference in alive if reference() is not None] == []
+
+
+@pytest.mark.parametrize("end", ["", "engine.close()"])
+def test_a_process_ends_in_silence(policies, tmp_path, end):
+    """An engine left open is closed at exit, and nothing complains of what it leaves."""
+    script = (
+        "from qurl.rollout import RolloutEngine\n"
+        f"engine = RolloutEngine({str(policies['llama-tied'][0])!r}, 'bf16', max_model_len=64, max_num_seqs=2)\n"
+        f"engine.generate([[1, 5]], max_tokens=2)\n{end}\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 def test_a_closed_engine_refuses(policies):

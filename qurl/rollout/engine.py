@@ -241,7 +241,7 @@ class RolloutEngine:
                 **memory,
             )
             _open_engines.add(self)
-            # vLLM shuts an engine down when it is collected, and with it what the other engines share: see close.
+            # vLLM shuts an engine down when it is collected, and with it what others share: see close.
             self._llm.llm_engine.engine_core._finalizer.detach()
             if kernels == "qurl":
                 self._call("qurl_use_fast_ops", seed)
@@ -259,11 +259,12 @@ class RolloutEngine:
         if self._llm is not None:
             _open_engines.discard(self)
             with self._logged("close"):
-                # A shutdown ends the process groups that all engines of this process share: left to the last one.
-                if not _open_engines:
-                    self._llm.llm_engine.engine_core.shutdown()
+                # Not vLLM's whole shutdown, which ends the process groups: other engines, or a trainer, use them too.
+                self._call("qurl_release")
+                self._llm.llm_engine.model_executor.shutdown()
                 self._llm = None
-                gc.collect()  # vLLM's objects refer to each other in circles
+                gc.unfreeze()  # vLLM hides an engine's objects from the collector when it starts
+                gc.collect()  # and they refer to each other in circles
         self._previous_codes = None
         self._unusable = "it is closed"
 

@@ -52,6 +52,13 @@ class RolloutWorker:
         """Drop what an interrupt left between running the model and drawing tokens; vLLM would stumble over it."""
         self.model_runner.execute_model_state = None
 
+    def qurl_release(self) -> None:
+        """Forget what the last reload noted of each layer: its tensors, through which the layer would stay alive."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for module in self.model_runner.get_model().modules():
+            LAYERWISE_INFO.pop(module, None)
+
     def qurl_clear_kv_cache(self) -> None:
         """Overwrite the cached keys and values with zeros; the prefix cache must be reset before the next request.
 
