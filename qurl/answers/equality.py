@@ -439,6 +439,9 @@ def judge(
             gold = rest
         if given is not None and text and rest:
             answer = text
+    others = [joined] if joined else []
+    if letter is None and (text := choice(answer)[1]):  # (C) 12 where the gold is 12
+        others.append(text)
     try:
         if _wordy(gold):
             raise NotMathematics(gold)
@@ -447,7 +450,7 @@ def judge(
         if words(gold) == words(answer):
             return True, "same text"
         return None, "gold unreadable: neither mathematics nor a plain text"
-    attempts = [answer] + ([joined] if joined and isinstance(target, Items) else [])
+    attempts = [answer] + [other for other in others if other is not joined or isinstance(target, Items)]
     # A gold that gives its rounded value, too, is right either way.
     golds = (
         [read(piece) for piece in gold.split(r"\approx") if piece.strip()] if r"\approx" in gold else [target]

@@ -156,12 +156,11 @@ def same_formula(gold: sympy.Basic, answer: sympy.Basic, decimals: bool = False)
     generator = random.Random(0)
     agreed = 0
     for trial in range(12 if names else 1):
-        high = (1, 3, 20, 2)[trial % 4]
-        at = {
-            name: MP.mpf(generator.randint(2, 12) if whole else high * Fraction(generator.randint(1, 9973), 9974))
-            if whole else MP.mpf(high) * generator.randint(1, 9973) / 9974
-            for name in names
-        }  # fmt: skip
+        if whole:  # floors, factorials and binomials: at whole numbers, even and odd
+            at = {name: MP.mpf(2 + (trial if i == 0 else generator.randint(0, 10))) for i, name in enumerate(names)}
+        else:
+            scale = MP.mpf((1, 3, 20, 2)[trial % 4])
+            at = {name: scale * generator.randint(1, 9973) / 9974 for name in names}
         try:
             left, right = numeric(gold, at), numeric(answer, at)
             if max(abs(left), abs(right)) > _LARGEST:
@@ -174,8 +173,8 @@ def same_formula(gold: sympy.Basic, answer: sympy.Basic, decimals: bool = False)
         except Undefined:
             continue
         agreed += 1
-        if agreed == 5:
+        if agreed == (10 if whole else 5):
             break
     if agreed:
-        return agreed >= min(3, 12 if names else 1)
+        return agreed >= (3 if names else 1)
     return bool(verify(gold, answer, float_rounding=12, timeout_seconds=None))

@@ -172,6 +172,7 @@ def _top_level(text: str, change) -> str:
 def choice(text: str) -> tuple[str | None, str]:
     r"""A choice letter and what follows it: ``(C)``, ``\text{(C)} 12``, ``C: 12``, ``C) 12``."""
     flat = re.sub(r"\\text(?![a-zA-Z])|[{}*]", "", tidy(text)).strip()
+    flat = re.sub(r"^(?:option|choice) ", "", flat, flags=re.IGNORECASE)
     if m := re.fullmatch(r"\(?([A-Za-z])\)?\.?", flat):
         return m[1], ""
     if m := re.match(r"(?:\(([A-Z])\)|([A-Z])\s*[:.)])\s*(\S.*)", flat, re.DOTALL):
@@ -276,8 +277,8 @@ def _symbols(text: str) -> str:
     )
     text = re.sub(r"\\gamma(?![a-zA-Z])", "G_{gamma}", text)
     text = re.sub(
-        r"_ ?\{([^{}]*)\}|_ ?(\\[a-zA-Z]+|\w)",
-        lambda m: f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[1] or m[2])}}}",
+        r"(\\(?:sum|prod|int|lim|log) ?)?_ ?(?:\{([^{}]*)\}|(\\[a-zA-Z]+|\w))",  # bounds and bases stay
+        lambda m: m[0] if m[1] else f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[2] or m[3])}}}",
         text,
     )
     text = re.sub(r"(?<![a-zA-Z\\])E_\{(\w*)\}", r"Q_{E\1}", text)
@@ -444,7 +445,7 @@ def read(text: str, bare_units: bool = False):
         return read(tidy(m[1]), bare_units) if tidy(m[1]) else Text("")
     if (special := _when(text) or _base(text)) is not None:
         return special
-    if re.fullmatch(r"\\(?:mathbb|Bbb) ?\{?R\}?|\\reals?", text):
+    if re.fullmatch(r"\\(?:mathbb|Bbb) ?\{?R\}?|\\reals?|all reals?(?: numbers?)?", text):
         return Items((Scalar(-sympy.oo), Scalar(sympy.oo)), "(", ")")
     if text in (r"\emptyset", r"\varnothing"):
         return Items((), r"\{", r"\}")

@@ -29,7 +29,7 @@ _SPACES = re.compile(
 _UNICODE = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-        "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "°": r"^\circ ",
+        "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "°": r"^\circ ", "º": r"^\circ ",
         "≈": r"\approx ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
         "，": ",", "：": ":", "（": "(", "）": ")", "％": "%", "’": "'", "\x00": "",
     }
@@ -56,6 +56,7 @@ _REWRITES = [
         (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-zA-Z])|\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\(?:text)?color ?\{\w*\}", ""),
         (r"(?<!\w)(?:np|numpy|math)\.(?=[a-z])", ""),
+        (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
         (r"<<[^<>]*>>", ""),  # GSM8K's calculator marks
         # 12{,}600 · 12,\!600 · 12\,600 · 12 600: a separator between three-digit groups belongs to the number
         (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3}(?!\d))", ""),
