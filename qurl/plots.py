@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import NullLocator
 
 from qurl.roofline import PAPER_RANGE
 
@@ -268,8 +268,9 @@ def logprobs(tokens: pd.DataFrame, dtype: str) -> Figure:
     right.hist(w, bins=edges, color=_PALETTE[0])
     right.set_xscale("log")
     right.axvline(1, color="0.25", linewidth=1)
-    right.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
-    right.xaxis.set_major_formatter("{x:g}")
-    right.xaxis.set_minor_formatter(NullFormatter())
+    # Ticks at the centre and the ends: the range is often so narrow that it holds no other round number than 1.
+    right.set_xticks([math.exp(widest * part) for part in (-1, -0.5, 0, 0.5, 1)])
+    right.xaxis.set_minor_locator(NullLocator())
+    right.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     right.set(xlabel="w = π_prox / π_behav", ylabel="Tokens", title="Mismatch per token")
     return figure

@@ -129,6 +129,11 @@ def test_logprobs_shows_w():
     assert len(bars) % 2 == 1 and middle.get_height() == 1
     assert middle.get_x() * (middle.get_x() + middle.get_width()) == pytest.approx(1)
 
+    # Ticks at e^-0.5, e^-0.25, 1, e^0.25 and e^0.5.
+    figure.draw_without_rendering()
+    ticks = [label.get_text() for label in figure.axes[1].get_xticklabels()]
+    assert ticks == ["0.607", "0.779", "1", "1.28", "1.65"]
+
 
 def test_logprobs_of_policies_that_agree():
     figure = plots.logprobs(pd.DataFrame({"behaviour": [-1.0, -2.0], "proximal": [-1.0, -2.0]}), "int8")

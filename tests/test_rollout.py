@@ -559,6 +559,14 @@ def test_impossible_requests_are_refused(policies, int8_engine, prompts, argumen
     assert int8_engine.generate([]).completion_ids == []
 
 
+@pytest.mark.parametrize("seed", [-1, None, 1.0, True, 2**32])
+def test_impossible_seeds_are_refused(int8_engine, seed):
+    with pytest.raises(
+        ValueError, match=f"seed={seed} is not possible: use a whole number from 0 to 4294967295"
+    ):
+        int8_engine.reseed(seed)
+
+
 def test_numbers_of_numpy_and_arrays_of_tokens_are_as_good(policies, int8_engine):
     int8_engine.sync(policies["qwen2-untied"][1].named_parameters())
     expected = int8_engine.generate([[1, 5, 9]] * 2, max_tokens=4, temperature=0.0).completion_ids

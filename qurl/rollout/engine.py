@@ -432,7 +432,7 @@ class RolloutEngine:
         On a GPU this has no effect: vLLM's sampler draws there from the process's own generator.
         """
         self._require_open()
-        self._call("qurl_reseed", seed)
+        self._call("qurl_reseed", arguments.whole_number("seed", seed, 0, arguments.MAX_SEED))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of given tokens under the engine's policy, at temperature 1.
