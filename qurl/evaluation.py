@@ -502,11 +502,11 @@ class _Store(_Memory):
         self.lines = folder / "samples-{}-of-{}.jsonl".format(*shard)
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = filelock.FileLock(folder / ".lock")
-        # Through JSON, in which tuples are lists.
-        wanted = json.loads(json.dumps(settings))
+        # Through JSON, in which tuples are lists. The same data may lie elsewhere.
+        wanted = _without_place(json.loads(json.dumps(settings)))
         with self.lock:
             if (folder / _SETTINGS).exists():
-                found = json.loads((folder / _SETTINGS).read_text())
+                found = _without_place(json.loads((folder / _SETTINGS).read_text()))
                 different = [key for key in wanted if wanted[key] != found.get(key)]
                 if different:
                     key = different[0]
@@ -563,6 +563,11 @@ class _Store(_Memory):
                 for file in self.folder.glob("samples-*-of-*.jsonl"):
                     file.unlink()
             return evaluation
+
+
+def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
+    data = {key: value for key, value in settings["data"].items() if key not in ("source", "revision")}
+    return settings | {"data": data}
 
 
 def _write(file: Path, text: str) -> None:

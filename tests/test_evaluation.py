@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qurl.cli import main
 from qurl.evaluation import (
     average,
     avg_at_k,
@@ -23,7 +24,7 @@ from qurl.evaluation import (
     show_wrong,
     summarize,
 )
-from qurl.models import resolve_model
+from qurl.models import MANIFEST, resolve_model
 from qurl.tasks import load_task
 
 
@@ -217,6 +218,19 @@ def test_another_setting_needs_another_folder(task, tmp_path):
             evaluate(Arithmetician(), **{"task": task, "output": tmp_path, **other})
 
 
+def test_the_same_data_elsewhere_is_the_same_evaluation(tmp_path):
+    records = [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10, 14)]
+    finished = []
+    for name in ("a", "b"):
+        file = tmp_path / name / "sums.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps(records))
+        task = load_task(str(file), chat=False, answer_format="exact")
+        engine = Arithmetician()
+        finished.append(evaluate(engine, task, 2, output=tmp_path / "out"))
+    assert engine.calls == 0 and finished[0].scores == finished[1].scores
+
+
 def test_a_failed_start_does_not_occupy_its_folder(task, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         evaluate(Arithmetician(stop_after=0), task, 3, output=tmp_path)
@@ -326,3 +340,74 @@ def test_the_result_says_where_it_comes_from(task, tmp_path):
     assert result["settings"]["data"]["source"] == "generated"
     assert result["settings"]["engine"] == {"hardware": "none"}
     assert result["settings"]["model"] == "stand-in" and result["counts"]["samples"] == 32
+
+
+def test_the_command_prints_scores_and_warnings(monkeypatch, capsys, tmp_path):
+    built = []
+
+    class Engine(Arithmetician):
+        def __init__(self, model, dtype, **options):
+            super().__init__(right=0.5)
+            built.append((model, dtype, options))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr("qurl.rollout.RolloutEngine", Engine)
+    command = [
+        "eval",
+        "--model",
+        "tiny",
+        "--task",
+        "arithmetic",
+        "--n",
+        "20",
+        "--k",
+        "2",
+        "--max-tokens",
+        "2",
+    ]
+    command += ["--dtype", "fp8", "--set", "digits=(2, 3)", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    header, line = out.splitlines()
+    assert header.split()[:4] == ["task", "dtype", "avg@2", "pass@1"]
+    cells = dict(zip(header.split(), line.split(), strict=True))
+    assert cells["task"] == "arithmetic" and cells["dtype"] == "fp8" and cells["truncated"] == "100.0"
+    assert "20 of 20 problems" in err and "raise it" in err
+    ((model, dtype, options),) = built
+    assert (model, dtype) == ("tiny", "fp8") and options == {
+        "max_model_len": 10,
+        "max_num_seqs": 64,
+        "seed": 0,
+    }
+
+    assert main(command) == 0, "finished: nothing is sampled again"
+    assert len(built) == 1
+    assert main([*command, "--k", "3"]) == 2
+    assert "holds an evaluation with k=2 instead of 3" in capsys.readouterr().err
+    for wrong, message in (
+        (["--task", "gsm8k"], "is not in the local hub cache"),
+        (["--task", "gsm8k", "--data", "sample", "--n", "9"], "n=9 is more than"),
+        (["--task", "arithmetic", "--data", "x"], "no option of task 'arithmetic'"),
+    ):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert main(["eval", *wrong]) == 2
+        assert message in capsys.readouterr().err
+    for wrong in (["--set", "digits"], ["--shard", "2"]):
+        with pytest.raises(SystemExit):
+            main(["eval", "--task", "arithmetic", *wrong])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_the_engine_scores_as_transformers_does(dtype):
+    """`tiny` was scored with transformers' generate when it was made: an independent reference."""
+    reference = json.loads((resolve_model("tiny") / MANIFEST).read_text())["sampled_accuracy"]
+    task = load_task("arithmetic", "test", n=1000, seed=1)
+    evaluation = evaluate("tiny", task, 2, max_tokens=6, temperature=1.0, dtype=dtype)
+    assert len(evaluation.samples) == 2000 and evaluation.settings["engine"]["dtype"] == dtype
+    low, high = bootstrap_interval([evaluation.samples.groupby("id")["correct"].mean().to_numpy()], 0.9999)
+    assert low < reference["value"] < high
