@@ -39,7 +39,8 @@ class Accuracy:
     """1 for a right answer, 0 for a wrong one or none, None where the gold answer cannot be read.
 
     A gold that cannot be read must not be rewarded with 1, as a bare math-verify call does: without a reward the whole
-    group has no gradient.
+    group has no gradient. In TRL's logs, the column ``extracted`` of the completions holds the answers found and the
+    metric ``rewards/accuracy/unreadable_golds`` the share of completions without a reward.
 
     Parameters
     ----------
@@ -63,12 +64,12 @@ class Accuracy:
         verdicts = self.check_many(
             [completion_text(completion) for completion in completions], golds, columns.get("tolerance")
         )
-        rewards: list[float | None] = []
-        for verdict, gold in zip(verdicts, golds, strict=True):
-            if verdict.correct is None:
-                self.unreadable[str(gold)] += 1
-            rewards.append(None if verdict.correct is None else float(verdict.correct))
-        return rewards
+        skipped = [gold for verdict, gold in zip(verdicts, golds, strict=True) if verdict.correct is None]
+        self.unreadable.update(map(str, skipped))
+        if "log_extra" in columns:  # a trainer's: its table of completions shows what a reward was given for
+            columns["log_extra"]("extracted", [verdict.extracted for verdict in verdicts])
+            columns["log_metric"]("rewards/accuracy/unreadable_golds", len(skipped) / len(golds))
+        return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
 
 
 class Format:

@@ -2,11 +2,16 @@
 
 import inspect
 
+import datasets
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_callable_name
 
+from qurl.models import resolve_model
 from qurl.rewards import Accuracy, Format, SoftOverlong, WeightedSum
 from qurl.tasks import load_task
 from qurl.tasks.formats import FORMATS
@@ -119,3 +124,53 @@ def test_accuracy_takes_any_judge():
         ]
 
     assert reward(Accuracy(starts_alike), ["ab", "b"], answer=["a", "a"]) == [1.0, 0.0]
+
+
+def train_one_step(folder, dataset, functions):
+    """One optimizer step of stock GRPO on `tiny`; its log and the largest change of a parameter."""
+    path = resolve_model("tiny")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    config = GRPOConfig(
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=6,
+        learning_rate=1e-3,
+        logging_steps=1,
+        beta=0.0,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        gradient_checkpointing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=1,
+    )
+    from transformers import AutoTokenizer
+
+    trainer = GRPOTrainer(
+        model, functions, config, train_dataset=dataset, processing_class=AutoTokenizer.from_pretrained(path)
+    )
+    trainer.train()
+    change = max((a - b).abs().max().item() for a, b in zip(before, trainer.model.parameters(), strict=True))
+    return trainer, trainer.state.log_history[0], change
+
+
+def test_trl_trains_with_them_as_they_stand(tmp_path):
+    task = load_task("arithmetic", n=50)
+    trainer, log, change = train_one_step(
+        tmp_path, task.dataset, [*task.reward_functions(), SoftOverlong(6, 2)]
+    )
+    assert 0 < log["rewards/accuracy/mean"] < 1 and -1 <= log["rewards/soft_overlong/mean"] <= 0
+    assert log["rewards/accuracy/unreadable_golds"] == 0 and change > 0
+    assert len(trainer._logs["extra"]["extracted"]) == 16 == len(trainer._logs["prompt"])
+
+
+def test_r03_trl_learns_nothing_from_an_unreadable_gold(tmp_path, boxed):
+    dataset = datasets.Dataset.from_dict(
+        {"prompt": ["1+2="] * 4, "answer": ["see figure"] * 4, "id": [*"0123"]}
+    )
+    _, log, change = train_one_step(tmp_path, dataset, boxed.reward_functions())
+    assert log["rewards/accuracy/unreadable_golds"] == 1 and change == 0

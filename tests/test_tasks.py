@@ -1,6 +1,7 @@
 """Data as it really is: any published layout, duplicates, nulls, conflicts; prompts as TRL renders them."""
 
 import gzip
+import hashlib
 import inspect
 import json
 import time
@@ -64,6 +65,14 @@ def test_sample_sets_load_in_their_published_layout(name):
     (user,) = task.dataset[0]["prompt"]
     assert user["role"] == "user" and user["content"].count(task.dataset[0]["problem"]) == 1
     assert user["content"] == task.answer_format.ask(task.dataset[0]["problem"])
+
+
+def test_sample_sets_are_those_that_were_written(root):
+    folder = root / "data" / "tasks"
+    sums = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    assert len(sums) == 9
+    for name, digest in sums.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
 
 
 def test_answers_of_every_type_become_text():
