@@ -15,8 +15,8 @@ scale · 2^-9 below |c| = 2^-6. All three are without unit, and do not change wh
     optimizer.step()
     layers, total = update_to_noise(before, model.named_parameters(), "int8")
 
-Weights are read in blocks of rows that stay in the processor's cache; besides the snapshot no copy of a layer is made
-(from a snapshot in main memory to an accelerator: of one layer). Costs: ``python -m benchmarks.update_noise``.
+Weights are read in FP32 and in blocks of rows that stay in the processor's cache; besides the snapshot no copy of a
+layer is made (on an accelerator: working memory of one layer). Cost: ``python -m benchmarks.update_noise``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

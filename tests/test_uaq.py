@@ -308,13 +308,14 @@ def test_reading_a_model_leaves_its_mode_and_the_random_numbers():
 
 
 # Optimizer steps of a real model, in float64: UAQ, and the groups that are to equal it.
+RATE = 0.003
 OPTIMIZERS = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
-    "sgd, momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-8),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=RATE),
+    "sgd, momentum": lambda groups: torch.optim.SGD(groups, lr=RATE, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=RATE, eps=1e-8),
     # So large that it decides the size of most updates.
-    "adamw, large eps": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-2),
-    "adamw, eps to 0": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-30),
+    "adamw, large eps": lambda groups: torch.optim.AdamW(groups, lr=RATE, eps=1e-2),
+    "adamw, eps to 0": lambda groups: torch.optim.AdamW(groups, lr=RATE, eps=1e-30),
 }
 EPS = {"adamw": 1e-8, "adamw, large eps": 1e-2, "adamw, eps to 0": 1e-30}
 
@@ -346,7 +347,7 @@ def test_uaq_is_a_learning_rate(architecture, name):
         scale = {"uaq": 1.0, "groups": 1.5, "ordinary": 1.0, "other power": 1.5}[run]
         if run == "other power":
             scale = scale**2 if kind == "adamw" else scale**0.5
-        groups = uaq_parameter_groups(model, 0.01, scale, kind, decay, EPS.get(name, 1e-8))
+        groups = uaq_parameter_groups(model, RATE, scale, kind, decay, EPS.get(name, 1e-8))
         if run == "uaq":
             apply_uaq(model, 1.5)
         runs[run] = train(model, OPTIMIZERS[name](groups), 5)
