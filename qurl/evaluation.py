@@ -366,8 +366,10 @@ def evaluate(
             f"k={k} with temperature=0 draws the same sample k times: use k=1 or a temperature above 0."
         )
     index, count = shard
-    if not 0 <= index < count:
-        raise ValueError(f"shard={shard} is not possible: use (index, count) with 0 <= index < count.")
+    if not 0 <= index < count <= len(task.dataset):
+        raise ValueError(
+            f"shard={shard} is not possible: use (index, count) with 0 <= index < count <= {len(task.dataset)} problems."
+        )
     given = isinstance(engine, str | os.PathLike)
     settings = {
         "task": task.name,

@@ -326,6 +326,7 @@ def test_impossible_requests(task):
         ({"k": 2, "temperature": 0}, "k=2 with temperature=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"shard": (2, 2)}, r"shard=\(2, 2\)"),
+        ({"shard": (0, 17)}, "count <= 16 problems"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(engine, task, **arguments)

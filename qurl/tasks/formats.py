@@ -48,8 +48,8 @@ class AnswerFormat:
 
 
 FORMATS = {
-    format.name: format
-    for format in (
+    answer_format.name: answer_format
+    for answer_format in (
         # DeepScaleR, also for its five test sets.
         AnswerFormat(
             "boxed",
