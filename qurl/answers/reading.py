@@ -278,7 +278,7 @@ def _symbols(text: str) -> str:
     text = re.sub(r"\\gamma(?![a-zA-Z])", "G_{gamma}", text)
     text = re.sub(
         r"(\\(?:sum|prod|int|lim|log) ?)?_ ?(?:\{([^{}]*)\}|(\\[a-zA-Z]+|\w))",  # bounds and bases stay
-        lambda m: m[0] if m[1] else f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[2] or m[3])}}}",
+        lambda m: f"{m[1]}_{{{m[2] or m[3]}}}" if m[1] else f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[2] or m[3])}}}",
         text,
     )
     text = re.sub(r"(?<![a-zA-Z\\])E_\{(\w*)\}", r"Q_{E\1}", text)
