@@ -368,7 +368,8 @@ def evaluate(
     index, count = shard
     if not 0 <= index < count <= len(task.dataset):
         raise ValueError(
-            f"shard={shard} is not possible: use (index, count) with 0 <= index < count <= {len(task.dataset)} problems."
+            f"shard={shard} is not possible: use (index, count) with 0 <= index < count <= {len(task.dataset)}, the "
+            "number of problems."
         )
     given = isinstance(engine, str | os.PathLike)
     settings = {
@@ -383,7 +384,7 @@ def evaluate(
         "temperature": temperature,
         "seed": seed if given else None,
     }
-    store = _Store(Path(output), settings, shard) if output is not None else _Memory()
+    store = _Store(Path(output), settings, shard) if output is not None else _Memory(settings)
     finished = store.finished()
     if finished is not None:
         return finished
@@ -396,7 +397,6 @@ def evaluate(
     rows = list(task.dataset)
     mine = [row for row in rows[index::count] if row["id"] not in store.done]
     prompts = [task.render(row, tokenizer) for row in mine]
-    description: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         if mine:
             if given:
@@ -406,7 +406,7 @@ def evaluate(
                 engine = stack.enter_context(
                     RolloutEngine(engine, dtype, max_model_len=longest, max_num_seqs=max_num_seqs, seed=seed)
                 )
-            description = engine.description
+            store.settings = settings = settings | {"engine": engine.description}
             # Enough for the engine to stay busy while the last sequences of a call come to their end.
             step = max(1, math.ceil(2 * engine.max_num_seqs / k))
             for start in range(0, len(mine), step):
@@ -421,7 +421,7 @@ def evaluate(
                     f"{task.name}: {min(start + step, len(mine))} of {len(mine)} problems, "
                     f"{rollouts.completion_tokens / rollouts.seconds:.0f} tokens/s"
                 )
-    return store.finish([row["id"] for row in rows], settings | {"engine": description}, _same_answer(task))
+    return store.finish([row["id"] for row in rows], _same_answer(task))
 
 
 def _judge(
@@ -475,7 +475,8 @@ def _summarize_groups(
 class _Memory:
     """Samples of an evaluation without a folder."""
 
-    def __init__(self):
+    def __init__(self, settings: dict[str, Any]):
+        self.settings = settings
         self.done: dict[str, list[dict]] = {}
 
     def finished(self) -> None:
@@ -487,8 +488,8 @@ class _Memory:
     def flush(self) -> None:
         pass
 
-    def finish(self, ids: list[str], settings: dict, same: Callable) -> Evaluation:
-        return _summarize_groups(self.done, ids, settings, same)
+    def finish(self, ids: list[str], same: Callable) -> Evaluation:
+        return _summarize_groups(self.done, ids, self.settings, same)
 
 
 class _Store(_Memory):
@@ -499,8 +500,8 @@ class _Store(_Memory):
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], shard: tuple[int, int]):
-        super().__init__()
-        self.folder, self.settings = folder, settings
+        super().__init__(settings)
+        self.folder = folder
         self.lines = folder / "samples-{}-of-{}.jsonl".format(*shard)
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = filelock.FileLock(folder / ".lock")
@@ -543,13 +544,15 @@ class _Store(_Memory):
         with open(self.lines, "a") as stream:
             os.fsync(stream.fileno())
 
-    def finish(self, ids: list[str], settings: dict, same: Callable) -> Evaluation:
+    def finish(self, ids: list[str], same: Callable) -> Evaluation:
         with self.lock:
             finished = self.finished()
             if finished is not None:  # another shard was first
                 return finished
             self._read()
-            evaluation = super().finish(ids, settings, same)
+            # Of the engine too, which a process that found everything sampled has not built.
+            self.settings = json.loads((self.folder / _SETTINGS).read_text())
+            evaluation = super().finish(ids, same)
             if evaluation.complete:
                 partial = self.folder / f".{_SAMPLES}.partial"
                 evaluation.samples.to_parquet(partial, index=False)

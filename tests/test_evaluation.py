@@ -177,6 +177,20 @@ def test_every_sample_once_whatever_the_batch(task):
     )
 
 
+def test_killed_between_the_last_sample_and_the_result(task, tmp_path, monkeypatch):
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Arithmetician(), task, 2, output=tmp_path)
+    monkeypatch.undo()
+    engine = Arithmetician()
+    evaluation = evaluate(engine, task, 2, output=tmp_path)
+    assert engine.calls == 0 and evaluation.counts["samples"] == 32
+    assert evaluation.settings["engine"] == {"hardware": "none"}
+
+
 @pytest.mark.parametrize("stop_after", range(6))
 def test_a_killed_evaluation_goes_on(task, tmp_path, stop_after):
     arguments = {"task": task, "k": 3, "max_tokens": 6, "output": tmp_path / "out"}
@@ -259,6 +273,7 @@ def test_v04_one_shard_alone_is_not_complete_and_any_number_may_go_on(tmp_path):
     engine = Arithmetician()
     rest = evaluate(engine, task, 4, output=tmp_path)
     assert rest.complete and rest.counts["samples"] == 60 and engine.calls == 4  # 7 problems, 2 at a time
+    assert rest.settings["engine"] == {"hardware": "none"}
 
 
 def test_v06_a_length_limit_is_named():
@@ -326,7 +341,7 @@ def test_impossible_requests(task):
         ({"k": 2, "temperature": 0}, "k=2 with temperature=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"shard": (2, 2)}, r"shard=\(2, 2\)"),
-        ({"shard": (0, 17)}, "count <= 16 problems"),
+        ({"shard": (0, 17)}, "count <= 16, the number of problems"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(engine, task, **arguments)
