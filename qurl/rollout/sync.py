@@ -211,7 +211,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter of a checkpoint, by name: from the headers of its files, or without them from its config."""
+    """Shape of each parameter of a checkpoint, by name: from the headers of its files, else from its config."""
     if not any(folder.glob("*.safetensors")):
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
