@@ -26,7 +26,9 @@ multiply by 1 + w (they shrink towards 1; norms are never decayed here, nor by t
 input grows by s while their weights do not shrink; and rounding (BF16 activations of s x, unless s is a power of
 two). Equal codes end with static activation scales, scales shared across differently scaled layers (per tensor over a
 fused q/k/v/o, block scales across rows that are not all scaled), and roundings that are not scale-equivariant
-(power-of-two scales, a floor on scales). Both are tests in ``tests/test_uaq.py``.
+(power-of-two scales, a floor on scales). Rounding acts on codes too: a power of two keeps every code, whereas s = 1.5
+moves some whose quotient lies on a tie: 0.08 % of SmolLM2's (expanded from 4 bits, hence on a grid), fewer than 0.01 %
+of random ones. Equality and ends are tests in ``tests/test_uaq.py``.
 
 **How a model is read.** Nothing is known per architecture. One forward pass of two tokens records which norm's output
 each of the linears reads, and everything else that reads it. A model is refused unless each target is a plain
