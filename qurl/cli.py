@@ -47,6 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     add_eval_command(commands)
+
+    # Its options are the fields of two dataclasses, which are not loaded for the other commands.
+    train = commands.add_parser("train", help="train a policy with quantized rollouts", add_help=False)
+    train.add_argument("options", nargs=argparse.REMAINDER)
+    train.set_defaults(run=_train)
     return parser
 
 
@@ -58,6 +63,12 @@ def _counts(text: str) -> tuple[int, ...]:
     if not counts:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 8,64")
     return counts
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from qurl.training import main as train
+
+    return train(arguments.options)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -252,7 +252,14 @@ class QuRLConfig(GRPOConfig):
                 "temperature and max_completion_length; leave it out."
             )
         if self.max_completion_length is None:
-            raise ValueError("max_completion_length=None is not possible: use a number of tokens such as 256.")
+            raise ValueError(
+                "max_completion_length=None is not possible: use a number of tokens such as 256."
+            )
+        if self.attribute_mismatch_every and self.temperature != 1:
+            raise ValueError(
+                f"attribute_mismatch_every={self.attribute_mismatch_every} needs temperature=1.0, not "
+                f"{self.temperature}: the engine scores given tokens at temperature 1 alone."
+            )
         if not 0.01 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} is not possible: use 0.01 to 2.")
 

@@ -26,11 +26,11 @@ METRICS = {
     "rollout/tokens_per_second": "sampled tokens over sampling seconds, on this process",
     "rollout/sync_share": "sync seconds over the seconds since the sync before",
     "rollout/codes_changed": "share of codes that differ from the sync before",
-    "attribution/quantization_k3": "KL(behav‖same engine in full precision), k3, nats per token",
-    "attribution/engine_k3": "KL(full-precision engine‖training forward), k3, nats per token",
-    "attribution/staleness_k3": "KL(prox‖policy at the batch's last optimizer step), k3, nats per token",
-    "update/codes_changed": "share of codes changed by the optimizer steps since the update before",
-    "update/update_to_noise": "norm of those weight updates over the norm of the quantization error",
+    "mismatch/staleness_k3": "KL(prox‖current policy), k3, nats per token; 0 at the first optimizer step of a batch",
+    "attribution/quantization_k3": "behaviour policy against the same engine in BF16, k3 on the sampled tokens, nats",
+    "attribution/engine_k3": "engine in BF16 against the training forward pass, k3 on the sampled tokens, nats",
+    "update/codes_changed": "share of codes changed by the optimizer steps of one generation batch",
+    "update/update_to_error": "norm of those weight updates over the norm of the quantization error",
     "update/update_to_step": "mean size of those weight updates in quantization steps",
 }
 

@@ -28,10 +28,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from qurl.config import QuRLConfig
-from qurl.diagnostics import mismatch_stats
+from qurl.diagnostics import k3, mismatch_stats
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
 from qurl.rollout.generation import QuantizedVLLMGeneration
 from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
+from qurl.update_noise import snapshot, update_to_noise
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class QuRLTrainer(GRPOTrainer):
         self._last_loaded_step = -1
         self._last_sync_time: float | None = None
         self._eval_batches = 0
-        self._restored_buffer: list[dict] | None = None
+        self._batches = 0
+        self._weights_before: dict[str, torch.Tensor] | None = None
         self.vllm_generation = self._build_generation()
 
     def _build_generation(self) -> QuantizedVLLMGeneration:
@@ -171,7 +173,28 @@ class QuRLTrainer(GRPOTrainer):
         before = self.vllm_generation.last_sync
         generated = super()._generate_single_turn(*args, **options)
         self._log_rollout(synced=self.vllm_generation.last_sync is not before)
+        if training:
+            self._log_update()
+            self._batches += 1
         return generated
+
+    def _log_update(self) -> None:
+        """Every so many generation batches, compare the weights with those of the batch before."""
+        every = self.args.update_noise_every
+        if not every or self.vllm_generation.train_dtype not in ("int8", "fp8"):
+            return
+        if self._weights_before is not None:
+            total = update_to_noise(
+                self._weights_before,
+                self.vllm_generation.named_params(),
+                self.args.rollout_dtype,
+                self.args.rollout_code_bits,
+            ).total
+            names = ("codes_changed", "update_to_error", "update_to_step")
+            self._log_metrics({f"update/{name}": total[name] for name in names})
+            self._weights_before = None
+        if self._batches % every == 0:
+            self._weights_before = snapshot(self.vllm_generation.named_params())
 
     def _log_rollout(self, synced: bool) -> None:
         rollouts, sync = self.vllm_generation.last_rollouts, self.vllm_generation.last_sync
@@ -209,7 +232,26 @@ class QuRLTrainer(GRPOTrainer):
         if not reuse:
             self._correct(batch, batch["old_per_token_logps"])
             self._log_mismatch([self._mismatch(batch)])
+        every = self.args.attribute_mismatch_every
+        if every and self.model.training and (self._batches - 1) % every == 0:
+            self._score_in_full_precision(batch)
         return batch
+
+    def _score_in_full_precision(self, batch: dict) -> None:
+        """Score the sampled tokens with the same engine unquantized, to tell quantization from the engine itself."""
+        prompt_mask, mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+        lengths = mask.sum(-1).tolist()
+        rows = [row for row, length in enumerate(lengths) if length]
+        scores = self.vllm_generation.score_in_full_precision(
+            [
+                torch.cat([batch["prompt_ids"][row][prompt_mask[row]], batch["completion_ids"][row][mask[row]]]).tolist()
+                for row in rows
+            ]
+        )
+        full = torch.zeros_like(batch["sampling_per_token_logps"])
+        for row, score in zip(rows, scores, strict=True):
+            full[row, : lengths[row]] = torch.tensor(score[-lengths[row] :])
+        batch["full_precision_logps"] = full
 
     def _require_known(self, behav: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Sampled tokens whose log-prob the engine gave; stops the run where too many lack one."""
@@ -274,6 +316,7 @@ class QuRLTrainer(GRPOTrainer):
             if "importance_sampling_ratio" not in inputs:
                 self._correct(inputs, logps)
                 self._collect_mismatch(inputs)
+            self._log_loss_time_mismatch(inputs, logps.detach())
             if "clip_low" in inputs:
                 # TRL clips to [1 − epsilon_low, 1 + epsilon_high], and counts clipped tokens by the same bounds.
                 self.epsilon_low, self.epsilon_high = 1 - inputs["clip_low"], inputs["clip_high"] - 1
@@ -315,6 +358,19 @@ class QuRLTrainer(GRPOTrainer):
         if self.model.training:
             self._look_for_faults(log_w, stats)
             self._look_at_limit(stats["mismatch/kl_k3"])
+
+    def _log_loss_time_mismatch(self, inputs: dict, logps: torch.Tensor) -> None:
+        """What is known only with the losses: how far the policy has moved from the one that was sampled."""
+        known = inputs["logps_known"]
+        behav = inputs["sampling_per_token_logps"]
+        prox = inputs["log_w"] + behav
+        parts = {"mismatch/staleness_k3": logps - prox}
+        if "full_precision_logps" in inputs:
+            full = inputs["full_precision_logps"]
+            parts |= {"attribution/quantization_k3": full - behav, "attribution/engine_k3": prox - full}
+        sums = torch.stack([k3(part[known].float()).sum() for part in parts.values()] + [known.sum().float()])
+        *sums, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        self._log_metrics({name: value / max(count, 1) for name, value in zip(parts, sums, strict=True)})
 
     def _look_for_faults(self, log_w: torch.Tensor, stats: dict[str, float]) -> None:
         if self.vllm_generation.dtype in ("int8", "fp8") and not log_w.any():
@@ -364,6 +420,7 @@ class QuRLTrainer(GRPOTrainer):
             As for `transformers.Trainer.train`.
         """
         self._last_loaded_step, self._step, self._buffered_inputs = -1, 0, None
+        self._batches, self._weights_before = 0, None
         self._mismatch_parts = []
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)

@@ -48,6 +48,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     last_rollouts : Rollouts or None
     dtype : str
         Of the engine that sampled last, or samples next.
+    folder : pathlib.Path
+        Config of the policy without weights, from which engines are started.
     """
 
     def __init__(
@@ -77,24 +79,25 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         """Replaces TRL's method, which knows neither number formats nor CPUs, and loads weights in vain."""
-        self._folder = tempfile.TemporaryDirectory(prefix="qurl-policy-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="qurl-policy-")
+        self.folder = Path(self._temporary.name)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         config = type(policy.config).from_dict(policy.config.to_dict())
         # The architecture, whatever class holds it here (a wrapper's name would mean nothing to vLLM).
         config.architectures = [type(policy).__name__]
         config.eos_token_id = self.stop_token_ids
-        config.save_pretrained(self._folder.name)
-        GenerationConfig(eos_token_id=self.stop_token_ids).save_pretrained(self._folder.name)
-        self._engine()
+        config.save_pretrained(self.folder)
+        GenerationConfig(eos_token_id=self.stop_token_ids).save_pretrained(self.folder)
+        self._engine(self.dtype)
         self.accelerator.wait_for_everyone()
 
-    def _engine(self) -> RolloutEngine:
-        """The engine of the current number format, started when it is first needed."""
-        if self.dtype not in self._engines:
-            self._engines[self.dtype] = RolloutEngine(
-                Path(self._folder.name),
-                self.dtype,
-                code_bits=self.code_bits if self.dtype == "int8" else 8,
+    def _engine(self, dtype: str) -> RolloutEngine:
+        """The engine of a number format, started when it is first needed."""
+        if dtype not in self._engines:
+            self._engines[dtype] = RolloutEngine(
+                self.folder,
+                dtype,
+                code_bits=self.code_bits if dtype == "int8" else 8,
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
                 seed=self.seed + self.accelerator.process_index,
@@ -102,7 +105,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 track_codes=True,
                 load_weights=False,
             )
-        return self._engines[self.dtype]
+        return self._engines[dtype]
 
     def begin(self, *, training: bool, stream: tuple[int, ...]) -> None:
         """Choose the engine of the next rollouts, and the random numbers that they are drawn with.
@@ -116,7 +119,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """
         self.dtype = self.train_dtype if training else self.eval_dtype
         sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index, not training, *stream])
-        self._engine().reseed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
+        self._engine(self.dtype).reseed(int(sequence.generate_state(1)[0]))
 
     def use_full_precision(self) -> None:
         """Sample in BF16 from now on, and free the quantized engine."""
@@ -130,24 +133,31 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """TRL's walk, which leaves adapters merged into the policy when broken off: here they are taken out."""
         walk = super()._iter_named_params()
         try:
-            for name, parameter in walk:
-                if self.bf16_weights and is_quantized_name(name):
-                    parameter = parameter.to(torch.bfloat16)
-                yield name, parameter
+            yield from walk
         finally:
             walk.close()
             if is_peft_model(self.model) and _has_merged_adapter(self.model):
                 with self._dist.gather_params(list(self.model.parameters())):
                     self.model.unmerge_adapter()
 
+    def named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's parameters, whole and with adapters merged, one at a time; a collective operation."""
+        return self._iter_named_params()
+
     def sync_weights(self) -> None:
         """Replaces TRL's method: quantize, load, check, reset the prefix cache; called when the policy has changed."""
         self._version += 1
-        self._sync()
+        self._sync(self.dtype)
 
-    def _sync(self) -> None:
-        self.last_sync = self._engine().sync(self._iter_named_params(), check=self.check)
-        self._synced[self.dtype] = self._version
+    def _sync(self, dtype: str) -> None:
+        parameters = self.named_params()
+        if self.bf16_weights:
+            parameters = (
+                (name, tensor.to(torch.bfloat16) if is_quantized_name(name) else tensor)
+                for name, tensor in parameters
+            )
+        self.last_sync = self._engine(dtype).sync(parameters, check=self.check)
+        self._synced[dtype] = self._version
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Replaces TRL's method: same arguments and return value, without images.
@@ -169,9 +179,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if images is not None:
             raise ValueError("quantized rollouts are of text alone: leave images out of the dataset.")
         if self._synced.get(self.dtype) != self._version:
-            self._sync()
+            self._sync(self.dtype)
         with profiler or nullcontext():
-            rollouts = self._engine().generate(
+            rollouts = self._engine(self.dtype).generate(
                 prompts, max_tokens=self.max_completion_length, temperature=self.temperature
             )
         self.last_rollouts = rollouts
@@ -179,12 +189,25 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]
         return prompts, rollouts.completion_ids, logps, ids
 
+    def score_in_full_precision(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of given tokens, from the second of each sequence on, by the same engine unquantized (BF16)."""
+        if self._synced.get("bf16") != self._version:
+            before = self.last_sync
+            self._sync("bf16")
+            self.last_sync = before  # that of the rollouts
+        return self._engine("bf16").score(sequences)
+
+    @property
+    def description(self) -> dict:
+        """Of the engine that samples in training, see `qurl.rollout.RolloutEngine.description`."""
+        return self._engine(self.train_dtype).description
+
     def close(self) -> None:
         """Free the engines and the folder they were built from; safe to repeat."""
         for engine in self._engines.values():
             engine.close()
         self._engines.clear()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
 
 def _has_merged_adapter(model: torch.nn.Module) -> bool:
