@@ -50,8 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     # Its options are the fields of two dataclasses, which are not loaded for the other commands.
     train = commands.add_parser("train", help="train a policy with quantized rollouts", add_help=False)
-    train.add_argument("options", nargs=argparse.REMAINDER)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, takes_fields=True)
     return parser
 
 
@@ -68,7 +67,7 @@ def _counts(text: str) -> tuple[int, ...]:
 def _train(arguments: argparse.Namespace) -> int:
     from qurl.training import main as train
 
-    return train(arguments.options)
+    return train(arguments.fields)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -133,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status: 0 success, 1 a negative result, 2 a mistake in what was asked for.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, arguments.fields = parser.parse_known_args(argv)
+    if arguments.fields and not getattr(arguments, "takes_fields", False):
+        parser.error(f"unrecognized arguments: {' '.join(arguments.fields)}")
     try:
         return arguments.run(arguments)
     except (ValueError, ImportError, OSError) as error:
