@@ -23,7 +23,7 @@ _LABEL_HEIGHT = 0.07
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
 _NAMES = {
     "vllm-bf16": "BF16, vLLM as it comes",
-    "bf16": "BF16, qurl's sampler and norms",
+    "bf16": "BF16, qurl's engine",
     "fp32": "FP32",
     "int8": "INT8",
     "fp8": "FP8",

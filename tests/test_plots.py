@@ -51,9 +51,9 @@ def test_speedup_bars_are_the_medians(lengths):
     # The whole rollout stands beside decoding, for each baseline (case E11).
     labels = [text.get_text() for text in left.get_legend().get_texts()]
     assert sorted(labels) == [
-        "decode only, against BF16, qurl's sampler and norms",
+        "decode only, against BF16, qurl's engine",
         "decode only, against FP32",
-        "whole rollout (sync + prefill + decode), against BF16, qurl's sampler and norms",
+        "whole rollout (sync + prefill + decode), against BF16, qurl's engine",
         "whole rollout (sync + prefill + decode), against FP32",
     ]
     assert len(left.get_xticks()) == 2 * len(lengths)
