@@ -494,7 +494,7 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
 
     titles = {
         "bf16": f"quantization alone: {dtype} rollouts are 20 to 80 % faster than BF16 (Fig. 8)",
-        STOCK_BASELINE: f"qurl as a whole (attention, sampler and norms too), {dtype}, against BF16 in vLLM as it comes",
+        STOCK_BASELINE: f"qurl as a whole (attention, sampler, norms too), {dtype}, against BF16 in vLLM as it comes",
     }
     claims = []
     for _, setting in table.groupby(_SETTING, sort=False):
