@@ -157,7 +157,10 @@ def same_formula(gold: sympy.Basic, answer: sympy.Basic, decimals: bool = False)
     agreed = 0
     for trial in range(12 if names else 1):
         if whole:  # floors, factorials and binomials: at whole numbers, even and odd
-            at = {name: MP.mpf(2 + (trial if i == 0 else generator.randint(0, 10))) for i, name in enumerate(names)}
+            at = {
+                name: MP.mpf(2 + (trial if i == 0 else generator.randint(0, 10)))
+                for i, name in enumerate(names)
+            }
         else:
             scale = MP.mpf((1, 3, 20, 2)[trial % 4])
             at = {name: scale * generator.randint(1, 9973) / 9974 for name in names}

@@ -33,7 +33,6 @@ class Scalar:
     plain: Plain | None = None
     decimal: bool = False
     percent: bool = False
-    units_dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,9 @@ def _symbols(text: str) -> str:
     text = re.sub(r"\\gamma(?![a-zA-Z])", "G_{gamma}", text)
     text = re.sub(
         r"(\\(?:sum|prod|int|lim|log) ?)?_ ?(?:\{([^{}]*)\}|(\\[a-zA-Z]+|\w))",  # bounds and bases stay
-        lambda m: f"{m[1]}_{{{m[2] or m[3]}}}" if m[1] else f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[2] or m[3])}}}",
+        lambda m: (
+            f"{m[1]}_{{{m[2] or m[3]}}}" if m[1] else f"_{{{re.sub(r'[^A-Za-z0-9]', '', m[2] or m[3])}}}"
+        ),
         text,
     )
     text = re.sub(r"(?<![a-zA-Z\\])E_\{(\w*)\}", r"Q_{E\1}", text)
@@ -346,7 +347,6 @@ def _atom(text: str, bare_units: bool) -> Scalar | Text:
         text,
     ):
         text, scale = text[: m.start()], _SCALES[m[1]]
-    before = text
     if not _TRIGONOMETRY.search(text):
         text = _DEGREE_SCALE.sub("", text)
     text = re.sub(r"(?<=[\d}]) ?(?:\^ ?\{? ?(?:\\prime ?)+\}?|'+)$", "", text)
@@ -357,7 +357,6 @@ def _atom(text: str, bare_units: bool) -> Scalar | Text:
         text = re.sub(r"^\\text ?\{[^{}]*\} ?(?=[-+\d.\\(])", "", text)
         if bare_units:
             text = _SINGLE_LETTER_UNIT.sub("", text)
-    units = text != before
     text = join_thousands(text.strip().strip("=").strip())
     if plain := plain_number(text):
         percent = percent or plain.percent
@@ -381,7 +380,7 @@ def _atom(text: str, bare_units: bool) -> Scalar | Text:
     ):
         return Text(words(text))
     try:
-        return Scalar(formula(text) * scale, None, bool(re.search(r"\.\d", text)), percent, units)
+        return Scalar(formula(text) * scale, None, bool(re.search(r"\.\d", text)), percent)
     except NotMathematics:
         if re.search(r"[\\^_=<>]|\d", re.sub(r"\\text(?![a-zA-Z])", "", source)) and not re.fullmatch(
             r"[\w\s,.'&():-]+", re.sub(r"\\text(?![a-zA-Z])|[{}]", "", source)
