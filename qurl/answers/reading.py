@@ -366,7 +366,6 @@ def _atom(text: str, bare_units: bool) -> Scalar | Text:
             plain,
             plain.decimal,
             percent,
-            units,
         )
     if (
         not re.search(r"[\d\\^_+=/|!-]", text)

@@ -190,7 +190,15 @@ def serve(parent: int) -> None:
     try:
         from .equality import judge
 
-        judge(r"\frac{1}{2}x", None, r"\frac{x}{2}", None)  # builds the grammar's tables
+        # Builds the grammar's tables, and shows that it works: a broken one would make every answer wrong.
+        for answer, gold in (
+            (r"\frac{1}{2}x", r"\frac{x}{2}"),
+            (r"18\text{ cm}", "18"),
+            (r"\{2, 2^0\}", "1, 2"),
+        ):
+            correct, why = judge(answer, None, gold)
+            if not correct:
+                return reply(f"{answer} does not equal {gold}: {why}")
     except Exception as error:
         return reply(f"{type(error).__name__}: {error}")
     reply("")
