@@ -32,14 +32,21 @@ _NO_ANSWER = Extraction("\u2423", "whole")  # stands for no value
 class Verdict:
     """Why an answer counts as right or wrong.
 
-    Attributes:
-        correct: True or False; None where the gold cannot be read, so that nothing should be learnt from the row.
-        extracted: the answer found in the completion, None if there is none.
-        how: where it was found: ``box``, ``answer``, ``hashes``, ``stated``, ``whole``, ``number``; or why there is
+    Attributes
+    ----------
+    correct : bool or None
+        True or False; None where the gold cannot be read, so that nothing should be learnt from the row.
+    extracted : str or None
+        The answer found in the completion, None if there is none.
+    how : str
+        Where it was found: ``box``, ``answer``, ``hashes``, ``stated``, ``whole``, ``number``; or why there is
             none: ``empty``, ``unclosed box``, ``nothing found``.
-        why: the reason of the verdict, in words.
-        gold: the gold that decided, as given.
-        timed_out: whether the comparison was stopped at its deadline or its memory limit.
+    why : str
+        The reason of the verdict, in words.
+    gold : str or sequence of str
+        The gold that decided, as given.
+    timed_out : bool
+        Whether the comparison was stopped at its deadline or its memory limit.
     """
 
     correct: bool | None
@@ -53,9 +60,12 @@ class Verdict:
 def extract_answer(text: str, *, lenient: bool = True) -> str | None:
     """The final answer in a completion, as written; None if there is none.
 
-    Args:
-        text: the completion.
-        lenient: also accept an answer behind no marker: bold, after "answer is", the last number.
+    Parameters
+    ----------
+    text : str
+        The completion.
+    lenient : bool
+        Also accept an answer behind no marker: bold, after "answer is", the last number.
     """
     return find_answer(_string(text), lenient=lenient).text
 
@@ -183,15 +193,22 @@ def check(
 ) -> Verdict:
     """Compare the answer of a completion with the gold.
 
-    Args:
-        prediction: the completion; any text. None makes it raise or take more than 2 s.
-        gold: the right answer. A string that lists several values wants all of them; a *sequence* of strings gives
+    Parameters
+    ----------
+    prediction : str
+        The completion; any text. None makes it raise or take more than 2 s.
+    gold : str or sequence of str
+        The right answer. A string that lists several values wants all of them; a *sequence* of strings gives
             alternatives, any one of which is accepted (Minerva).
-        lenient: see `extract_answer`.
-        tolerance: an absolute error that the problem grants (OlympiadBench's ``error``), on top of the policy.
+    lenient : bool
+        See `extract_answer`.
+    tolerance : float or str, optional
+        An absolute error that the problem grants (OlympiadBench's ``error``), on top of the policy.
 
-    Raises:
-        ValueError: ``tolerance`` is not a number of at least 0.
+    Raises
+    ------
+    ValueError
+        ``tolerance`` is not a number of at least 0.
     """
     return _finish(_start(prediction, gold, lenient, _tolerance(tolerance)))
 
@@ -210,14 +227,21 @@ def check_many(
 ) -> list[Verdict]:
     """`check` for many completions at once, on all workers; equal pairs are compared once.
 
-    Args:
-        predictions: the completions.
-        golds: one gold (or sequence of alternatives) for each.
-        lenient: see `extract_answer`.
-        tolerance: see `check`.
+    Parameters
+    ----------
+    predictions : sequence of str
+        The completions.
+    golds : sequence
+        One gold (or sequence of alternatives) for each.
+    lenient : bool
+        See `extract_answer`.
+    tolerance : float or str, optional
+        See `check`.
 
-    Raises:
-        ValueError: the two lists differ in length, or ``tolerance`` is not a number of at least 0.
+    Raises
+    ------
+    ValueError
+        The two lists differ in length, or ``tolerance`` is not a number of at least 0.
     """
     if len(predictions) != len(golds):
         raise ValueError(

@@ -162,8 +162,10 @@ def _same_items(gold: Items, answer: Items, tolerance) -> bool:
 def region(value, variable: str | None = None) -> sympy.Set:
     """The set of real numbers that an interval, union, finite set or inequality in one variable describes.
 
-    Raises:
-        NotMathematics: it describes none.
+    Raises
+    ------
+    NotMathematics
+        It describes none.
     """
     if isinstance(value, Scalar):
         return sympy.FiniteSet(sympy.nsimplify(value.expr) if value.plain else value.expr.doit())
@@ -425,7 +427,9 @@ def judge(
 ) -> tuple[bool | None, str]:
     """Compare an extracted answer with a gold.
 
-    Returns:
+    Returns
+    -------
+    tuple of (bool or None, str)
         The verdict (None: the gold cannot be read) and its reason.
     """
     answer, gold = tidy(answer), tidy(gold)

@@ -18,11 +18,15 @@ from .spelling import tidy
 class Extraction:
     """An answer as it was found.
 
-    Attributes:
-        text: the answer's text, None where there is none.
-        how: ``box``, ``answer``, ``hashes``, ``stated``, ``whole``, ``number``, or why there is none: ``unclosed
+    Attributes
+    ----------
+    text : str
+        The answer's text, None where there is none.
+    how : str
+        ``box``, ``answer``, ``hashes``, ``stated``, ``whole``, ``number``, or why there is none: ``unclosed
             box``, ``empty``, ``nothing found``.
-        joined: several boxes in a row (``\\boxed{4}, \\boxed{9}``) as one list, for golds that list several values.
+    joined : str, optional
+        Several boxes in a row (``\\boxed{4}, \\boxed{9}``) as one list, for golds that list several values.
     """
 
     text: str | None
@@ -223,9 +227,12 @@ def _hashes(text: str) -> Extraction | None:
 def find_answer(text: str, *, lenient: bool = True) -> Extraction:
     """Find the answer in a completion.
 
-    Args:
-        text: the completion; any string.
-        lenient: also look for answers that stand behind no marker.
+    Parameters
+    ----------
+    text : str
+        The completion; any string.
+    lenient : bool
+        Also look for answers that stand behind no marker.
     """
     said, thought = _visible(text)
     said = _before_new_question(said)

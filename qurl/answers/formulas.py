@@ -64,8 +64,10 @@ _FUNCTIONS = {
 def numeric(expr: sympy.Basic, at: dict):
     """The value of a formula at a point, to 60 digits.
 
-    Raises:
-        Undefined: there is none.
+    Raises
+    ------
+    Undefined
+        There is none.
     """
     if isinstance(expr, sympy.Symbol):
         return at[expr.name]

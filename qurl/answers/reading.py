@@ -291,8 +291,10 @@ def _symbols(text: str) -> str:
 def formula(text: str) -> sympy.Basic:
     """Parse one formula; decimals become exact fractions.
 
-    Raises:
-        NotMathematics: the grammar does not accept it.
+    Raises
+    ------
+    NotMathematics
+        The grammar does not accept it.
     """
     source = text
     text = re.sub(r"\\text ?\{ ?([\d.]+) ?\}", r"\1", text)
@@ -426,12 +428,17 @@ def _and_or(text: str) -> tuple[str, str]:
 def read(text: str, bare_units: bool = False):
     """Read a tidy text.
 
-    Args:
-        text: from `tidy`.
-        bare_units: take a single letter behind a number for its unit (``18 m``), not for a variable.
+    Parameters
+    ----------
+    text : str
+        From `tidy`.
+    bare_units : bool
+        Take a single letter behind a number for its unit (``18 m``), not for a variable.
 
-    Raises:
-        NotMathematics: nothing reads it.
+    Raises
+    ------
+    NotMathematics
+        Nothing reads it.
     """
     text = text.strip()
     if not text or len(text) > LONGEST:

@@ -124,9 +124,12 @@ class Pool:
     def ask(self, request: list, seconds: float = DEADLINE) -> list:
         """Send one request; the deadline runs from when a worker takes it.
 
-        Raises:
-            WorkerFailed: the deadline passed, or the worker died; it has been stopped.
-            RuntimeError: workers cannot be started.
+        Raises
+        ------
+        WorkerFailed
+            The deadline passed, or the worker died; it has been stopped.
+        RuntimeError
+            Workers cannot be started.
         """
         with self._slots:
             worker = self._take()
