@@ -216,7 +216,7 @@ def spellings(gold):
     yield rf"\quad {gold}\," if separated else " " + re.sub(r"([=+,])", r" \1 ", gold) + " "
     yield gold.replace(r"\frac", r"\dfrac") + "."
     plain = plain_number(join_thousands(tidy(gold)))
-    words = re.search(r"[=<>:]|\\(?:le|ge|geqslant|in|approx|text|mbox)\b|_\d|or |and |,", gold)
+    words = re.search(r"[=<>:]|\\(?:leq?|geq?|geqslant|in|approx|text|mbox)\b|_\d|or |and |,", gold)
     yield f"{{{gold}}}" if words or re.fullmatch(r"[A-Z ]+", gold) else f"k = {gold}"
     if plain and not plain.percent:
         yield rf"\frac{{{plain.value.numerator * 6}}}{{{plain.value.denominator * 6}}}"
