@@ -159,6 +159,7 @@ class QuRLTrainer(GRPOTrainer):
             self.args.uaq_scale,
             optimizer=kind,
             weight_decay=self.args.weight_decay,
+            eps=self.args.adam_epsilon,
         )
         self.optimizer = optimizer_class(groups, **optimizer_options)
         return self.optimizer

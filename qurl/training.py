@@ -215,7 +215,7 @@ def train(
             "steps": trainer.state.global_step,
             "seconds": seconds,
             "resumed": resume,
-            "engine": trainer.vllm_generation.description,
+            "engine": trainer.vllm_generation.description | {"model": run.model},
             "task": task.provenance,
             **provenance(seed=config.seed),
         }

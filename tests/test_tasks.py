@@ -501,7 +501,7 @@ def test_plain_arithmetic_counts_nothing_but_the_sum():
 
 def test_chat_arithmetic_takes_the_last_number():
     task = load_task("arithmetic", "test", digits=2, n=2, chat=True)
-    assert task.dataset[0]["prompt"][0]["content"].startswith("What is 50 + 88? ")
+    assert task.dataset[0]["prompt"][0]["content"].startswith("Calculate 50 + 88 and ")
     completions = ["50 + 88 = 138", "The answer is 138.", "138", "139", "I think it is 50"]
     assert [score(task, text, "138") for text in completions] == [True, True, True, False, False]
 

@@ -103,7 +103,7 @@ def load(
         Number of problems; default 10,000 (train) or 1,000 (test), or as many as there are.
     seed : int
     chat : bool
-        Ask "What is 12 + 34?" in chat form, and count the last number of the reply. Otherwise ``12+34=``, to be
+        Ask for "12 + 34" in chat form, and count the last number of the reply. Otherwise ``12+34=``, to be
         continued by the digits of the sum and nothing else.
 
     Returns
@@ -130,7 +130,7 @@ def load(
     answer_format = FORMATS["number" if chat else "exact"]
     rows = []
     for _, level, problem in sorted(drawn, key=lambda item: item[0]):
-        text = f"What is {problem.left} + {problem.right}?" if chat else problem.prompt
+        text = f"{problem.left} + {problem.right}" if chat else problem.prompt
         asked = answer_format.ask(text)
         rows.append(
             {

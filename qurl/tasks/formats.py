@@ -74,10 +74,10 @@ FORMATS = {
             r"(^|\n)#### *\S",
             lenient=True,
         ),
-        # Small chat models: a question, and the last number of the reply.
+        # Small chat models: a term, and the last number of the reply. Of five wordings the one SmolLM2 follows most often.
         AnswerFormat(
             "number",
-            "{problem} Answer with the number only.",
+            "Calculate {problem} and reply with the number only.",
             "The answer is {answer}.",
             r"^\D*\d[\d,.]*\D*$",
             lenient=True,
