@@ -79,7 +79,9 @@ class QuRLTrainer(GRPOTrainer):
         for name in ("tools", "rollout_func", "environment_factory"):
             if options.get(name):
                 raise ValueError(f"{name} is not supported with quantized rollouts yet: leave it out.")
-        if args.uaq_scale != 1 and (options.get("peft_config") is not None or is_peft_model(model)):
+        if args.uaq_scale != 1 and (
+            options.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
+        ):
             raise ValueError(
                 f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with "
                 "qurl.apply_uaq, save it, and train an adapter on that."
@@ -185,17 +187,16 @@ class QuRLTrainer(GRPOTrainer):
         if not every or self.vllm_generation.train_dtype not in ("int8", "fp8"):
             return
         if self._weights_before is not None:
-            total = update_to_noise(
-                self._weights_before,
-                self.vllm_generation.named_params(),
-                self.args.rollout_dtype,
-                self.args.rollout_code_bits,
-            ).total
+            with contextlib.closing(self.vllm_generation.named_params()) as parameters:
+                total = update_to_noise(
+                    self._weights_before, parameters, self.args.rollout_dtype, self.args.rollout_code_bits
+                ).total
             names = ("codes_changed", "update_to_error", "update_to_step")
             self._log_metrics({f"update/{name}": total[name] for name in names})
             self._weights_before = None
         if self._batches % every == 0:
-            self._weights_before = snapshot(self.vllm_generation.named_params())
+            with contextlib.closing(self.vllm_generation.named_params()) as parameters:
+                self._weights_before = snapshot(parameters)
 
     def _log_rollout(self, synced: bool) -> None:
         rollouts, sync = self.vllm_generation.last_rollouts, self.vllm_generation.last_sync
@@ -245,7 +246,9 @@ class QuRLTrainer(GRPOTrainer):
         rows = [row for row, length in enumerate(lengths) if length]
         scores = self.vllm_generation.score_in_full_precision(
             [
-                torch.cat([batch["prompt_ids"][row][prompt_mask[row]], batch["completion_ids"][row][mask[row]]]).tolist()
+                torch.cat(
+                    [batch["prompt_ids"][row][prompt_mask[row]], batch["completion_ids"][row][mask[row]]]
+                ).tolist()
                 for row in rows
             ]
         )

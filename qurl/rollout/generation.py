@@ -7,7 +7,7 @@ of shards.
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -144,19 +144,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """The policy's parameters, whole and with adapters merged, one at a time; a collective operation."""
         return self._iter_named_params()
 
+    def _cast(self, named_param: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        name, tensor = named_param
+        return name, tensor.to(torch.bfloat16) if self.bf16_weights and is_quantized_name(name) else tensor
+
     def sync_weights(self) -> None:
         """Replaces TRL's method: quantize, load, check, reset the prefix cache; called when the policy has changed."""
         self._version += 1
         self._sync(self.dtype)
 
     def _sync(self, dtype: str) -> None:
-        parameters = self.named_params()
-        if self.bf16_weights:
-            parameters = (
-                (name, tensor.to(torch.bfloat16) if is_quantized_name(name) else tensor)
-                for name, tensor in parameters
-            )
-        self.last_sync = self._engine(dtype).sync(parameters, check=self.check)
+        # Closed at once, also when the engine breaks the walk off: only then are adapters taken out again.
+        with closing(self.named_params()) as parameters:
+            self.last_sync = self._engine(dtype).sync(map(self._cast, parameters), check=self.check)
         self._synced[dtype] = self._version
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
