@@ -5,6 +5,7 @@ Every combination that has no defined meaning is refused here, at construction, 
 
 from dataclasses import dataclass, field
 
+import torch
 from trl import GRPOConfig
 
 from qurl.objectives import OBJECTIVES
@@ -53,6 +54,9 @@ class QuRLConfig(GRPOConfig):
             `"recompute"` the proximal log-probs in a forward pass of their own, or `"reuse"` those of the training
             forward pass, which is possible where no optimizer step lies between the two and no dropout is active.
             `"auto"` reuses them where that is so.
+        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `0`):
+            Replace groups of equal rewards by groups of further prompts, in at most so many rounds (0: off), after
+            [DAPO](https://huggingface.co/papers/2503.14476).
         uaq_scale (`float`, *optional*, defaults to `1.0`):
             s of Update-Aware Quantization (the paper uses 1.5); 1.0 is off.
         uaq_mode (`str`, *optional*, defaults to `"fold"`):
@@ -100,6 +104,9 @@ class QuRLConfig(GRPOConfig):
     sync_check: bool = field(default=True, metadata={"help": "Check the engine's weights after each sync."})
     objective: str = field(default="acr", metadata={"help": "naive, proximal, decoupled, tis or acr."})
     proximal_logps: str = field(default="auto", metadata={"help": "auto, recompute or reuse."})
+    dynamic_sampling_max_rounds: int = field(
+        default=0, metadata={"help": "Rounds in which groups of equal rewards are replaced; 0: off."}
+    )
     uaq_scale: float = field(default=1.0, metadata={"help": "s of update-aware quantization; 1.0 is off."})
     uaq_mode: str = field(
         default="fold", metadata={"help": "fold, or learning_rates for the control arm of UAQ."}
@@ -121,9 +128,12 @@ class QuRLConfig(GRPOConfig):
         self._check_choices()
         self._check_numbers()
         self._check_correction()
+        # transformers asks for this word before it trains in BF16, its default here, on a machine without accelerator.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
         self._check_objective()
         self._check_proximal_logps()
+        self._check_dynamic_sampling()
         self._check_sampling()
         self._check_engine()
 
@@ -162,10 +172,10 @@ class QuRLConfig(GRPOConfig):
                 f"rollout_code_bits={bits} needs rollout_dtype='int8', not {self.rollout_dtype!r}: fewer code levels "
                 "exist for INT8 alone."
             )
-        for name in ("update_noise_every", "attribute_mismatch_every"):
+        for name in ("update_noise_every", "attribute_mismatch_every", "dynamic_sampling_max_rounds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} is not possible: use a whole number, 0 for never.")
+                raise ValueError(f"{name}={value!r} is not possible: use a whole number, 0 for off.")
         if not 0 < self.uaq_scale < float("inf"):
             raise ValueError(
                 f"uaq_scale={self.uaq_scale} is not possible: use a positive number, 1.0 for off."
@@ -221,6 +231,26 @@ class QuRLConfig(GRPOConfig):
             raise ValueError(
                 f"objective='acr' has no meaning with loss_type={self.loss_type!r}, which does not clip a ratio: use "
                 "loss_type='dapo', 'grpo', 'bnpo', 'dr_grpo' or 'luspo', or objective='tis'."
+            )
+
+    def _check_dynamic_sampling(self) -> None:
+        if not self.dynamic_sampling_max_rounds:
+            return
+        for name, value, allowed in (
+            ("scale_rewards", self.scale_rewards, ("group", "none")),
+            ("multi_objective_aggregation", self.multi_objective_aggregation, ("sum_then_normalize",)),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} is not possible with {name}="
+                    f"{value!r}, which normalizes over groups that are then replaced: use {allowed[0]!r}."
+                )
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        if rows % self.num_generations:
+            raise ValueError(
+                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} needs whole groups in each process: "
+                f"make per_device_train_batch_size · steps_per_generation, {rows}, a multiple of num_generations="
+                f"{self.num_generations}."
             )
 
     def _check_proximal_logps(self) -> None:

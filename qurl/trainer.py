@@ -21,7 +21,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
+from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -29,6 +30,7 @@ from trl import GRPOTrainer
 
 from qurl.config import QuRLConfig
 from qurl.diagnostics import k3, mismatch_stats
+from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
 from qurl.rollout.generation import QuantizedVLLMGeneration
 from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
@@ -93,6 +95,11 @@ class QuRLTrainer(GRPOTrainer):
         finally:
             args.use_vllm = True
         self.use_vllm = True
+        if args.dynamic_sampling_max_rounds and isinstance(self.train_dataset, IterableDataset):
+            raise ValueError(
+                f"dynamic_sampling_max_rounds={args.dynamic_sampling_max_rounds} is not possible with an iterable "
+                "dataset, which further prompts cannot be drawn from: use a dataset of known length."
+            )
         if not isinstance(self.processing_class, PreTrainedTokenizerBase):
             raise ValueError("quantized rollouts are of text alone: use a decoder-only text model.")
         if args.uaq_scale != 1 and args.uaq_mode == "fold":
@@ -111,6 +118,7 @@ class QuRLTrainer(GRPOTrainer):
         self._last_sync_time: float | None = None
         self._eval_batches = 0
         self._batches = 0
+        self._round = 0  # of dynamic sampling
         self._weights_before: dict[str, torch.Tensor] | None = None
         self.vllm_generation = self._build_generation()
 
@@ -171,12 +179,12 @@ class QuRLTrainer(GRPOTrainer):
     def _generate_single_turn(self, *args, **options):
         training = self.model.training
         self._eval_batches = 0 if training else self._eval_batches + 1
-        stream = (self._step,) if training else (self.state.global_step, self._eval_batches)
+        stream = (self._step, self._round) if training else (self.state.global_step, self._eval_batches)
         self.vllm_generation.begin(training=training, stream=stream)
         before = self.vllm_generation.last_sync
         generated = super()._generate_single_turn(*args, **options)
         self._log_rollout(synced=self.vllm_generation.last_sync is not before)
-        if training:
+        if training and not self._round:
             self._log_update()
             self._batches += 1
         return generated
@@ -216,6 +224,19 @@ class QuRLTrainer(GRPOTrainer):
         self._log_metrics(metrics)
 
     def _generate_and_score_completions(self, inputs):
+        batch = self._sample(inputs)
+        if self.model.training and self.args.dynamic_sampling_max_rounds:
+            batch = self._replace_equal_groups(batch, inputs)
+        if "old_per_token_logps" in batch:
+            self._correct(batch, batch["old_per_token_logps"])
+            self._log_mismatch([self._mismatch(batch)])
+        every = self.args.attribute_mismatch_every
+        if every and self.model.training and (self._batches - 1) % every == 0:
+            self._score_in_full_precision(batch)
+        return batch
+
+    def _sample(self, inputs) -> dict:
+        """TRL's rollouts, rewards and advantages, with masked values made finite."""
         reuse = self.model.training and self._reuses_proximal_logps
         # Without the correction TRL leaves out the forward pass for the proximal log-probs.
         self.vllm_importance_sampling_correction = not reuse
@@ -223,6 +244,8 @@ class QuRLTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction = True
+        if reuse:
+            batch.pop("old_per_token_logps", None)
         mask = batch["completion_mask"].bool()
         behav = batch["sampling_per_token_logps"]
         known = self._require_known(behav, mask)
@@ -231,12 +254,48 @@ class QuRLTrainer(GRPOTrainer):
         batch["logps_known"] = known
         if "ref_per_token_logps" in batch:
             batch["ref_per_token_logps"] = batch["ref_per_token_logps"].masked_fill(~mask, _MASKED_REF_LOGP)
-        if not reuse:
-            self._correct(batch, batch["old_per_token_logps"])
-            self._log_mismatch([self._mismatch(batch)])
-        every = self.args.attribute_mismatch_every
-        if every and self.model.training and (self._batches - 1) % every == 0:
-            self._score_in_full_precision(batch)
+        return batch
+
+    def _replace_equal_groups(self, batch: dict, inputs: list[dict]) -> dict:
+        """DAPO's dynamic sampling, see `qurl.dynamic_sampling`; TRL's metrics stay those of the prompts it drew."""
+        size, processes = self.num_generations, self.accelerator.num_processes
+        used = set(gather_object([prompt_key(row["prompt"]) for row in inputs]))
+        completions, start = 0, time.perf_counter()
+        rounds = 0
+        for round_ in range(1, self.args.dynamic_sampling_max_rounds + 1):
+            places = equal_groups(batch["advantages"], size)
+            # Rewards are gathered over all processes, so that each has to sample equally many.
+            most = int(self.accelerator.gather(places.sum()[None]).max())
+            stream = (self.args.seed, self._step, round_)
+            rows = further_rows(self.train_dataset, used, most * processes, stream)
+            if not most or len(rows) < most * processes:
+                break
+            used |= {prompt_key(row["prompt"]) for row in rows}
+            index = self.accelerator.process_index
+            mine = rows[index * most : (index + 1) * most]
+            logged = {name: len(values) for name, values in self._metrics["train"].items()}
+            self._round = rounds = round_
+            extra = self._sample([dict(row) for row in mine for _ in range(size)])
+            self._round = 0
+            for name, values in self._metrics["train"].items():
+                del values[logged.get(name, 0) :]
+            completions += most * size * processes
+            useful = (~equal_groups(extra["advantages"], size)).nonzero().flatten().tolist()
+            pairs = list(zip(places.nonzero().flatten().tolist(), useful, strict=False))
+            if pairs:
+                batch = replace_groups(
+                    batch, extra, *map(list, zip(*pairs, strict=True)), size, self._tokenizer.pad_token_id
+                )
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["completion_mask"].sum()).sum()
+        left = equal_groups(batch["advantages"], size).float().mean()
+        self._log_metrics(
+            {
+                "dynamic_sampling/rounds": float(rounds),
+                "dynamic_sampling/extra_completions": float(completions),
+                "dynamic_sampling/seconds": time.perf_counter() - start,
+                "dynamic_sampling/equal_groups_left": self.accelerator.gather(left[None]).mean().item(),
+            }
+        )
         return batch
 
     def _score_in_full_precision(self, batch: dict) -> None:

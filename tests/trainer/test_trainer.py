@@ -2,69 +2,16 @@
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
-from datasets import Dataset
-from replay import ReplayedQuRLTrainer, replayed_grpo_trainer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from replay import DATA, PROMPTS, ReplayedQuRLTrainer, make_policy, replayed_grpo_trainer, reward_of_length
 from trl import GRPOConfig
 
 from qurl.config import QuRLConfig
 from qurl.diagnostics import history
-from qurl.models import resolve_model
 from qurl.objectives import OBJECTIVES, token_loss
 from qurl.trainer import TrainingError, last_complete_checkpoint
-
-PROMPTS = [f"{a}+{b}=" for a in range(10, 18) for b in range(20, 24)]
-DATA = Dataset.from_dict({"prompt": PROMPTS})
-
-
-def reward_of_length(completion_ids, **_):
-    """Something that differs within a group and needs no model."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve_model("tiny"))
-
-
-def make_policy(tokenizer, seed=0, **options):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, **options,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-@pytest.fixture(scope="module")
-def policy_folder(tokenizer, tmp_path_factory):
-    """On disk, since TRL loads the reference model from there."""
-    folder = tmp_path_factory.mktemp("policy")
-    make_policy(tokenizer).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def make_trainer(tokenizer, policy_folder, tmp_path):
-    def make(trainer=ReplayedQuRLTrainer, config=QuRLConfig, rewards=reward_of_length, model=None, **options):
-        defaults = {
-            "output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4,
-            "max_completion_length": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "bf16": False,
-            "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-            "disable_tqdm": True, "use_cpu": True,
-        }  # fmt: skip
-        args = config(**{**defaults, **options})
-        model = policy_folder if model is None else model
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="objective='acr' equals 'tis'")
-            return trainer(model, rewards, args, train_dataset=DATA, processing_class=tokenizer)
-
-    return make
 
 
 def rollout_batch(trainer, rows=8):

@@ -3,9 +3,29 @@
 from types import SimpleNamespace
 
 import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOTrainer
 
 from qurl.trainer import QuRLTrainer
+
+PROMPTS = [f"{a}+{b}=" for a in range(10, 18) for b in range(20, 24)]
+DATA = Dataset.from_dict({"prompt": PROMPTS})
+
+
+def reward_of_length(completion_ids, **_):
+    """Something that differs within a group and needs no model."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def make_policy(tokenizer, seed=0, **options):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 class Replay:
