@@ -102,6 +102,7 @@ class QuRLTrainer(GRPOTrainer):
             )
         if not isinstance(self.processing_class, PreTrainedTokenizerBase):
             raise ValueError("quantized rollouts are of text alone: use a decoder-only text model.")
+        _require_soft_cap(self.model.config)
         if args.uaq_scale != 1 and args.uaq_mode == "fold":
             apply_uaq(self.model, scale=args.uaq_scale)
         if args.objective == "acr" and args.proximal_is_current:
@@ -561,6 +562,16 @@ def last_complete_checkpoint(output_dir: str) -> str:
             "resume_from_checkpoint."
         )
     return str(max(complete, key=lambda folder: int(folder.name.split("-")[-1])))
+
+
+def _require_soft_cap(config) -> None:
+    """transformers' SDPA attention leaves out the soft cap of Gemma 2, which the engine applies."""
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation != "eager":
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} leaves out the model's attn_logit_softcapping="
+            f"{config.attn_logit_softcapping}, so that policy and sampler would differ: load the model with "
+            "model_init_kwargs={'attn_implementation': 'eager'}."
+        )
 
 
 def _active_dropout(model: torch.nn.Module) -> str | None:

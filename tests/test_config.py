@@ -116,7 +116,7 @@ def test_losses_without_clipping_go_with_the_other_corrections(config, loss_type
 def test_optimizer_steps_per_generation_batch(
     config, accumulation, per_generation, iterations, steps, current
 ):
-    """`proximal_is_current` is the engine notes' rule: accumulation steps % (steps per generation · iterations) == 0."""
+    """The policy is current where accumulation steps are a multiple of steps per generation times iterations."""
     made = config(
         gradient_accumulation_steps=accumulation,
         steps_per_generation=per_generation,

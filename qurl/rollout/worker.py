@@ -37,10 +37,14 @@ def codes_and_scale(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]
 
 def _rms_norm(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None):
     """``RMSNorm.forward_native`` in one operator: FP32 inside, rounded once; the residual is updated in place."""
+    # The operators walk over rows that lie one after the other; a head's share of fused q, k and v does not.
     if residual is None:
+        x = x.contiguous()
         out = torch.empty_like(x)
         torch.ops._C.rms_norm(out, x, norm.weight, norm.variance_epsilon)
         return out
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        return norm.forward_native(x, residual)
     torch.ops._C.fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
     return x, residual
 

@@ -74,7 +74,7 @@ FORMATS = {
             r"(^|\n)#### *\S",
             lenient=True,
         ),
-        # Small chat models: a term, and the last number of the reply. Of five wordings the one SmolLM2 follows most often.
+        # Small chat models: a term, and the last number of the reply. Of five wordings SmolLM2 obeys this best.
         AnswerFormat(
             "number",
             "Calculate {problem} and reply with the number only.",

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from replay import DATA, PROMPTS, ReplayedQuRLTrainer, make_policy, replayed_grpo_trainer, reward_of_length
+from transformers import AutoModelForCausalLM, Gemma2Config
 from trl import GRPOConfig
 
 from qurl.config import QuRLConfig
@@ -422,6 +423,16 @@ def test_the_control_arm_of_uaq_trains_as_uaq_does(make_trainer, optimizer):
     unscaled = make_trainer(optim=optimizer, max_grad_norm=0.0, num_iterations=2, max_steps=6)
     unscaled.train()
     assert history(unscaled)["loss"].tolist() != pytest.approx(losses["fold"], rel=2e-3, abs=2e-5)
+
+
+def test_attention_without_the_models_soft_cap_is_refused(make_trainer, tokenizer):
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"'sdpa' leaves out the model's attn_logit_softcapping=50\.0"):
+        make_trainer(model=AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    make_trainer(model=AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])

@@ -1,0 +1,70 @@
+"""Finished runs of ``qurl train`` side by side: a table of accuracies, curves, a figure.
+
+    python -m benchmarks.training_runs runs/train/tiny-* --output data/results/training_tiny
+
+A run's folder is named ``<name>-seed<N>``; runs of one name are seeds of the same thing. Writes training.svg, .png and
+.csv (smoothed curves), accuracy.csv, and result.json with every run's parameters and provenance.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from qurl import plots
+from qurl.notebook import provenance, save_results
+
+SMOOTHED_SHARE = 0.04  # of a run's generation batches in the window of the running mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", help="of finished runs")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--title", default="", help="of the figure")
+    options = parser.parse_args()
+
+    results, accuracies, curves = {}, [], []
+    for folder in options.folders:
+        if not (folder / "result.json").is_file():
+            parser.error(f"{folder} holds no finished run: give it to qurl train --output_dir first.")
+        result = json.loads((folder / "result.json").read_text())
+        results[folder.name] = result
+        name, seed = re.fullmatch(r"(.+?)(?:-seed(\d+))?", folder.name).groups()
+        row = {
+            "run": name,
+            "seed": int(seed or 0),
+            "steps": result["steps"],
+            "seconds": round(result["seconds"]),
+        }
+        for key in ("before", "after", "gain"):
+            score = result["accuracy"][key]
+            row |= {
+                key: score["mean"],
+                f"{key}_low": score["interval"][0],
+                f"{key}_high": score["interval"][1],
+            }
+        accuracies.append(row)
+        metrics = pd.read_csv(folder / "metrics.csv").dropna(subset="reward")
+        window = max(1, round(SMOOTHED_SHARE * len(metrics)))
+        smoothed = metrics[["reward", "mismatch/kl_k3"]].rolling(window, min_periods=1).mean()
+        smoothed.columns = ["reward", "kl"]
+        curves.append(smoothed.assign(run=name, seed=row["seed"], step=metrics["step"]))
+    accuracy, curves = (
+        pd.DataFrame(accuracies).sort_values(["run", "seed"]),
+        pd.concat(curves, ignore_index=True),
+    )
+    print(accuracy.to_string(index=False, float_format="{:.3f}".format))
+    options.output.mkdir(parents=True, exist_ok=True)
+    figure = plots.training(curves, title=options.title)
+    result = {"runs": results, **provenance()}
+    curves = curves[["run", "seed", "step", "reward", "kl"]].round(5)
+    save_results(options.output, "training", figure, curves, result, accuracy=accuracy.round(4))
+
+
+if __name__ == "__main__":
+    main()
