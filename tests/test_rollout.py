@@ -46,8 +46,8 @@ SHAPE = {
     "eos_token_id": [2, 7],
     "bos_token_id": 1,
 }
-# Tied head, no biases; untied head, biases on q, k and v; norms of q and k; norms of 1 + weight and GeGLU; caps on logits
-# and sliding windows.
+# Tied head, no biases; untied head, biases on q, k and v; norms of q and k; norms of 1 + weight and GeGLU; caps on
+# logits and sliding windows.
 ARCHITECTURES = {
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "qwen2-untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False)),
