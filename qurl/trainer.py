@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 from qurl.config import QuRLConfig
 from qurl.diagnostics import k3, mismatch_stats
 from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
+from qurl.models import resolve_model
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
 from qurl.rollout.generation import QuantizedVLLMGeneration
 from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
@@ -60,6 +61,7 @@ class QuRLTrainer(GRPOTrainer):
     Parameters
     ----------
     model : str or PreTrainedModel or PeftModel
+        A name is anything that `qurl.models.resolve_model` takes.
     reward_funcs : callable or list of callable
     args : QuRLConfig
     **options
@@ -88,6 +90,8 @@ class QuRLTrainer(GRPOTrainer):
                 f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with "
                 "qurl.apply_uaq, save it, and train an adapter on that."
             )
+        if isinstance(model, str):
+            model = str(resolve_model(model))
         # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
         args.use_vllm = False
         try:

@@ -40,7 +40,7 @@ def trainer_of(tmp_path):
         config = QuRLConfig(**{**SMALL, "output_dir": str(tmp_path), **options})
         made.append(
             trainer(
-                model or str(resolve_model("tiny")), task.reward_functions(), config, train_dataset=task.dataset,
+                model or "tiny", task.reward_functions(), config, train_dataset=task.dataset,
                 eval_dataset=eval_dataset, peft_config=peft_config,
             )
         )  # fmt: skip
