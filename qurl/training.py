@@ -229,12 +229,15 @@ def train(
 
 def _asked(run: RunArguments, config: QuRLConfig) -> dict[str, Any]:
     """The run's parameters that differ from the defaults, without its place."""
-    fields = {f.name: f for f in dataclasses.fields(config)}
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
     values = json.loads(json.dumps(config.to_dict(), default=str))
     changed = {
         name: value
         for name, value in values.items()
-        if name in fields and value != fields[name].default and name not in _PLACE_AND_DERIVED
+        if name not in _PLACE_AND_DERIVED and value != defaults.get(name, value)
     }
     return {**dataclasses.asdict(run), **changed}
 
@@ -245,7 +248,13 @@ _PLACE_AND_DERIVED = {
     "generation_batch_size",
     "use_cpu",
     "run_name",
-    "accelerator_config",
+    "disable_tqdm",
+    "hub_token",
+    "dataloader_pin_memory",
+    "report_to",
+    "include_for_metrics",
+    "debug",
+    "pad_to_multiple_of",
 }
 
 
