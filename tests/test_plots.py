@@ -175,3 +175,18 @@ def test_one_repetition_has_no_whiskers():
     assert bars and all(container.errorbar is None for container in bars)
     bars = [c for c in plots.speedup(measured(), paper_cases()).axes[0].containers if hasattr(c, "patches")]
     assert all(container.errorbar is not None for container in bars)
+
+
+def test_training_draws_means_over_seeds_and_their_range():
+    rows = [
+        {"run": run, "seed": seed, "step": step, "reward": 0.1 * step + 0.02 * seed, "kl": 1e-3 * (1 + seed)}
+        for run in ("int8-acr", "bf16-acr")
+        for seed in (0, 1)
+        for step in (1, 2, 3)
+    ]
+    reward, kl = plots.training(pd.DataFrame(rows)).axes
+    assert [text.get_text() for text in reward.get_legend().get_texts()] == ["int8-acr", "bf16-acr"]
+    assert reward.lines[0].get_ydata() == pytest.approx([0.11, 0.21, 0.31])
+    band = reward.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.1, 0.32))
+    assert kl.get_yscale() == "log"
