@@ -15,12 +15,12 @@ METRICS = {
     "mismatch/w_q999": "0.999 quantile of w",
     "mismatch/w_trunc_mean": "mean of min(w, C)",
     "mismatch/truncated_share": "share of tokens with w > C",
-    "mismatch/ess": "effective sample size over the number of tokens, (Σw)² / (N·Σw²), in (0, 1]",
+    "mismatch/ess": "effective sample size over tokens, (Σw)² / (N·Σw²), in (0, 1]",
     "mismatch/perplexity_gap": "perplexity of the sampled tokens under the proximal minus under the behaviour policy",
-    "mismatch/missing_share": "share of sampled tokens without a log-prob from the engine; they carry no gradient",
+    "mismatch/missing_share": "share of sampled tokens without a log-prob from the engine; without weight in the loss",
     "acr/upper_mean": "mean of the upper clip bound (1+ε_high)/r",
     "acr/upper_max": "largest upper clip bound",
-    "rollout/bits": "bits per weight of the projections that sampled: 8, 16 or 32 (code_bits for fewer levels)",
+    "rollout/bits": "bits per weight of the projections that sampled: 2 to 8 (rollout_code_bits), 16 or 32",
     "rollout/sync_seconds": "quantize, load and check, seconds",
     "rollout/seconds": "sampling, seconds",
     "rollout/tokens_per_second": "sampled tokens over sampling seconds, on this process",
@@ -42,6 +42,14 @@ METRICS = {
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
     """The k3 estimator exp(x) − 1 − x of KL(p‖q), per token, with x = log q/p under samples of p; never negative."""
     return torch.expm1(log_ratio) - log_ratio
+
+
+def _quantile(ordered: torch.Tensor, share: float) -> float:
+    """Linear interpolation between the neighbours, as torch.quantile does."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    low, high = ordered[below].item(), ordered[min(below + 1, len(ordered) - 1)].item()
+    return low + (high - low) * (position - below)
 
 
 def mismatch_stats(log_w: torch.Tensor, behav: torch.Tensor, cap: float) -> dict[str, float]:
@@ -66,7 +74,8 @@ def mismatch_stats(log_w: torch.Tensor, behav: torch.Tensor, cap: float) -> dict
     log_w, behav = log_w.detach().double(), behav.detach().double()
     # FP64 holds exp of everything that FP32 log-probs can differ by, up to 709.
     w = log_w.clamp(max=700).exp()
-    quantiles = torch.quantile(w, torch.tensor([0.5, 0.99, 0.999], dtype=w.dtype, device=w.device))
+    ordered = w.sort().values  # torch.quantile takes at most 2^24 numbers
+    q50, q99, q999 = (_quantile(ordered, share) for share in (0.5, 0.99, 0.999))
     # The largest w is divided out, so that no square overflows.
     scaled = w / w.max()
     return {
@@ -74,9 +83,9 @@ def mismatch_stats(log_w: torch.Tensor, behav: torch.Tensor, cap: float) -> dict
         "mismatch/kl_k3": (w - 1 - log_w if log_w.max() > 1 else k3(log_w)).mean().item(),
         "mismatch/w_mean": w.mean().item(),
         "mismatch/w_max": w.max().item(),
-        "mismatch/w_q50": quantiles[0].item(),
-        "mismatch/w_q99": quantiles[1].item(),
-        "mismatch/w_q999": quantiles[2].item(),
+        "mismatch/w_q50": q50,
+        "mismatch/w_q99": q99,
+        "mismatch/w_q999": q999,
         "mismatch/w_trunc_mean": w.clamp(max=cap).mean().item(),
         "mismatch/truncated_share": (w > cap).double().mean().item(),
         "mismatch/ess": (scaled.sum() ** 2 / (len(w) * (scaled**2).sum())).item(),

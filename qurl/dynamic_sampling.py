@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 def equal_groups(advantages: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Which groups have advantages of zero alone.
+    """Which groups have one advantage throughout: that of equal rewards.
 
     Parameters
     ----------
@@ -27,7 +27,9 @@ def equal_groups(advantages: torch.Tensor, num_generations: int) -> torch.Tensor
     torch.Tensor
         Shape (groups,), bool.
     """
-    return (advantages.view(-1, num_generations) == 0).all(1)
+    # Equal rewards give equal advantages, but not exactly zero: the mean of equal numbers is rounded.
+    groups = advantages.view(-1, num_generations)
+    return (groups == groups[:, :1]).all(1)
 
 
 def prompt_key(prompt: str | list[dict[str, Any]]) -> str:

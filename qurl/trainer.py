@@ -2,20 +2,34 @@
 
 What is replaced of `trl.GRPOTrainer`, and why:
 
-- ``__init__``: its vLLM backend is `qurl.rollout.generation.QuantizedVLLMGeneration`. - ``_generate_single_turn``:
-chooses the engine and the random numbers of the rollouts. - ``_generate_and_score_completions``: turns the log-probs
-of sampler and policy into what the objective needs. - ``_get_per_token_logps_and_entropies``, ``_compute_loss``: hand
-TRL's loss the clip bounds of each token, and take the
-  proximal log-probs from the training forward pass where these are the same.
-- ``create_optimizer``, ``train``, ``_save_checkpoint``: the control arm of UAQ; resuming within a generation batch.
+``__init__``
+    Its vLLM backend is `qurl.rollout.generation.QuantizedVLLMGeneration`.
+
+``_generate_single_turn``
+    Chooses the engine and the random numbers of the rollouts.
+
+``_generate_and_score_completions``
+    Turns the log-probs of sampler and policy into what the objective needs; dynamic sampling.
+
+``_get_per_token_logps_and_entropies``, ``_compute_loss``
+    Hand TRL's loss the clip bounds of each token, and take the proximal log-probs from the training forward pass where
+    these are the same.
+
+``create_optimizer``
+    The control arm of UAQ.
+
+``train``, ``_get_train_sampler``, ``_save_checkpoint``
+    Resuming within a generation batch, and after the first epoch.
 
 The equations are those of `qurl.objectives`.
 """
 
 import contextlib
+import copy
 import json
 import logging
 import math
+import os
 import time
 import warnings
 from pathlib import Path
@@ -23,9 +37,10 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object, is_peft_model
 from datasets import IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
 
 from qurl.config import QuRLConfig
@@ -45,7 +60,12 @@ MAX_MISSING_SHARE = 0.01
 # Any finite log-prob of a masked reference token makes exp(ref − logp) harmless, if it is below the policy's.
 _MASKED_REF_LOGP = -1e4
 _ROLLOUT_STATE = "qurl_rollouts_rank{}.pt"
-_BITS = {"int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
+_UAQ_OPTIMIZERS = {
+    OptimizerNames.SGD: "sgd",
+    OptimizerNames.ADAMW_TORCH: "adamw",
+    OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
+}
+_BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
 
 
 class TrainingError(RuntimeError):
@@ -92,6 +112,25 @@ class QuRLTrainer(GRPOTrainer):
             )
         if isinstance(model, str):
             model = str(resolve_model(model))
+        own_optimizer = options.get("optimizers", (None, None))[0] is not None
+        if (
+            args.uaq_scale != 1
+            and args.uaq_mode != "fold"
+            and (own_optimizer or args.optim not in _UAQ_OPTIMIZERS)
+        ):
+            raise ValueError(
+                f"uaq_mode='learning_rates' is not possible with optim={args.optim.value!r} or an optimizer of your "
+                f"own: its learning rates are known for {', '.join(sorted(o.value for o in _UAQ_OPTIMIZERS))}."
+            )
+        if isinstance(model, str):
+            model = str(resolve_model(model))
+        if args.uaq_scale != 1 and args.uaq_mode == "learning_rates":
+            if options.get("optimizers", (None, None))[0] is not None or args.optim not in _UAQ_OPTIMIZERS:
+                raise ValueError(
+                    f"uaq_mode='learning_rates' is not possible with optim={args.optim.value!r} or an optimizer of "
+                    f"your own: its learning rates are known for "
+                    f"{', '.join(sorted(o.value for o in _UAQ_OPTIMIZERS))}."
+                )
         # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
         args.use_vllm = False
         try:
@@ -123,6 +162,7 @@ class QuRLTrainer(GRPOTrainer):
         self._last_sync_time: float | None = None
         self._eval_batches = 0
         self._batches = 0
+        self._finished_epochs = 0
         self._round = 0  # of dynamic sampling
         self._weights_before: dict[str, torch.Tensor] | None = None
         self.vllm_generation = self._build_generation()
@@ -167,12 +207,11 @@ class QuRLTrainer(GRPOTrainer):
         if self.args.uaq_scale == 1 or self.args.uaq_mode == "fold" or self.optimizer is not None:
             return super().create_optimizer(*args, **options)
         optimizer_class, optimizer_options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        kind = "sgd" if issubclass(optimizer_class, torch.optim.SGD) else "adamw"
         groups = uaq_parameter_groups(
             self.model,
             self.args.learning_rate,
             self.args.uaq_scale,
-            optimizer=kind,
+            optimizer=_UAQ_OPTIMIZERS[self.args.optim],
             weight_decay=self.args.weight_decay,
             eps=self.args.adam_epsilon,
         )
@@ -194,6 +233,10 @@ class QuRLTrainer(GRPOTrainer):
             self._batches += 1
         return generated
 
+    def _bits(self) -> int:
+        dtype = self.vllm_generation.dtype
+        return self.args.rollout_code_bits if dtype == "int8" else _BITS[dtype]
+
     def _log_update(self) -> None:
         """Every so many generation batches, compare the weights with those of the batch before."""
         every = self.args.update_noise_every
@@ -214,7 +257,7 @@ class QuRLTrainer(GRPOTrainer):
     def _log_rollout(self, synced: bool) -> None:
         rollouts, sync = self.vllm_generation.last_rollouts, self.vllm_generation.last_sync
         metrics = {
-            "rollout/bits": float(_BITS[self.vllm_generation.dtype]),
+            "rollout/bits": float(self._bits()),
             "rollout/seconds": rollouts.seconds,
             "rollout/tokens_per_second": rollouts.completion_tokens / max(rollouts.seconds, 1e-9),
         }
@@ -279,11 +322,15 @@ class QuRLTrainer(GRPOTrainer):
             index = self.accelerator.process_index
             mine = rows[index * most : (index + 1) * most]
             logged = {name: len(values) for name, values in self._metrics["train"].items()}
+            shown = copy.deepcopy(self._logs)
             self._round = rounds = round_
-            extra = self._sample([dict(row) for row in mine for _ in range(size)])
-            self._round = 0
+            try:
+                extra = self._sample([dict(row) for row in mine for _ in range(size)])
+            finally:
+                self._round = 0
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
+            self._logs = shown
             completions += most * size * processes
             useful = (~equal_groups(extra["advantages"], size)).nonzero().flatten().tolist()
             pairs = list(zip(places.nonzero().flatten().tolist(), useful, strict=False))
@@ -307,7 +354,10 @@ class QuRLTrainer(GRPOTrainer):
         """Score the sampled tokens with the same engine unquantized, to tell quantization from the engine itself."""
         prompt_mask, mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
         lengths = mask.sum(-1).tolist()
-        rows = [row for row, length in enumerate(lengths) if length]
+        # Scoring takes room for one token more than sampling did.
+        limit = self.vllm_generation.max_tokens_scored
+        totals = (prompt_mask.sum(-1) + mask.sum(-1)).tolist()
+        rows = [row for row, length in enumerate(lengths) if length and totals[row] <= limit]
         scores = self.vllm_generation.score_in_full_precision(
             [
                 torch.cat(
@@ -319,7 +369,8 @@ class QuRLTrainer(GRPOTrainer):
         full = torch.zeros_like(batch["sampling_per_token_logps"])
         for row, score in zip(rows, scores, strict=True):
             full[row, : lengths[row]] = torch.tensor(score[-lengths[row] :])
-        batch["full_precision_logps"] = full
+        batch["full_precision_logps"], batch["scored"] = full, mask.clone()
+        batch["scored"][[row for row in range(len(mask)) if row not in rows]] = False
 
     def _require_known(self, behav: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Sampled tokens whose log-prob the engine gave; stops the run where too many lack one."""
@@ -355,6 +406,7 @@ class QuRLTrainer(GRPOTrainer):
         prox = prox.detach().masked_fill(~mask, 0.0)
         behav = torch.where(known, behav, prox)
         weights = importance_weights(prox, behav, self.args.vllm_importance_sampling_clip_max)
+        batch["sampling_per_token_logps"] = behav
         batch["old_per_token_logps"] = anchor(self.args.objective, prox, behav)
         # A token whose sampling log-prob is unknown must not pass as one with w = 1: it gets no weight.
         batch["importance_sampling_ratio"] = loss_weight(self.args.objective, weights) * (known | ~mask)
@@ -429,16 +481,19 @@ class QuRLTrainer(GRPOTrainer):
 
     def _log_loss_time_mismatch(self, inputs: dict, logps: torch.Tensor) -> None:
         """What is known only with the losses: how far the policy has moved from the one that was sampled."""
-        known = inputs["logps_known"]
-        behav = inputs["sampling_per_token_logps"]
+        known, behav = inputs["logps_known"], inputs["sampling_per_token_logps"]
         prox = inputs["log_w"] + behav
-        parts = {"mismatch/staleness_k3": logps - prox}
+        parts = {"mismatch/staleness_k3": (logps - prox, known)}
         if "full_precision_logps" in inputs:
-            full = inputs["full_precision_logps"]
-            parts |= {"attribution/quantization_k3": full - behav, "attribution/engine_k3": prox - full}
-        sums = torch.stack([k3(part[known].float()).sum() for part in parts.values()] + [known.sum().float()])
-        *sums, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        self._log_metrics({name: value / max(count, 1) for name, value in zip(parts, sums, strict=True)})
+            full, scored = inputs["full_precision_logps"], known & inputs["scored"]
+            parts["attribution/quantization_k3"] = full - behav, scored
+            parts["attribution/engine_k3"] = prox - full, scored
+        sums = [(k3(part[tokens].float()).sum(), tokens.sum().float()) for part, tokens in parts.values()]
+        sums = self.accelerator.reduce(
+            torch.stack([torch.stack(pair) for pair in sums]), reduction="sum"
+        ).tolist()
+        means = (total / max(count, 1) for total, count in sums)
+        self._log_metrics(dict(zip(parts, means, strict=True)))
 
     def _look_for_faults(self, log_w: torch.Tensor, stats: dict[str, float]) -> None:
         if self.vllm_generation.dtype in ("int8", "fp8") and not log_w.any():
@@ -466,7 +521,7 @@ class QuRLTrainer(GRPOTrainer):
         elif action == "full_precision" and self.vllm_generation.train_dtype in ("int8", "fp8"):
             logger.warning("%s: rollouts are in BF16 from now on.", message)
             self.vllm_generation.use_full_precision()
-        elif action == "warn":
+        else:
             self._warn_once("limit", message + ".")
 
     def _warn_once(self, topic: str, message: str) -> None:
@@ -489,12 +544,25 @@ class QuRLTrainer(GRPOTrainer):
         """
         self._last_loaded_step, self._step, self._buffered_inputs = -1, 0, None
         self._batches, self._weights_before = 0, None
-        self._mismatch_parts = []
+        self._mismatch_parts, self._finished_epochs, self._last_sync_time = [], 0, None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"output_dir={self.args.output_dir!r} holds no complete checkpoint to resume from: start without "
+                    "resume_from_checkpoint."
+                )
         if resume_from_checkpoint:
             self._restore_rollouts(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            if 0 < self.args.max_steps <= state.global_step:
+                # transformers would take one step more.
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                return TrainOutput(state.global_step, math.nan, {})
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
+        self._last_loaded_step = -1  # the best model may have been loaded since the last sync
+        return output
 
     def _save_checkpoint(self, model, trial):
         """Also save where the run stands in its generation batch: before transformers writes its last file."""
@@ -507,9 +575,12 @@ class QuRLTrainer(GRPOTrainer):
         state = {
             "step": self._step,
             "buffer": self._buffered_inputs if within else None,
-            "rollout_dtype": self.vllm_generation.train_dtype,
+            "windows": self._windows,
+            "rollout_dtype": self.args.rollout_dtype,
+            "in_full_precision": self.vllm_generation.train_dtype != self.args.rollout_dtype,
         }
         torch.save(state, folder / _ROLLOUT_STATE.format(self.accelerator.process_index))
+        self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
     def _restore_rollouts(self, folder: Path) -> None:
@@ -532,9 +603,33 @@ class QuRLTrainer(GRPOTrainer):
                 "start a new run with it as the model."
             )
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        for name, ours in (("rollout_dtype", self.args.rollout_dtype), ("windows", self._windows)):
+            if state[name] != ours:
+                raise ValueError(
+                    f"checkpoint {str(folder)!r} was made with {name}={state[name]!r}, not {ours!r}: resume with the "
+                    "same configuration, or start a new run with it as the model."
+                )
         self._step, self._buffered_inputs = state["step"], state["buffer"]
-        if state["rollout_dtype"] != self.vllm_generation.train_dtype:
+        self._batches = -(-self._step // (self.args.steps_per_generation * self.num_iterations))
+        self._finished_epochs = int(json.loads((folder / TRAINER_STATE_NAME).read_text())["epoch"])
+        if state["in_full_precision"]:
             self.vllm_generation.use_full_precision()
+
+    @property
+    def _windows(self) -> str:
+        """How batches are cut into optimizer steps, and by which objective: a checkpoint within a batch depends on it."""
+        args = self.args
+        return (
+            f"objective {args.objective}, gradient_accumulation_steps {args.gradient_accumulation_steps}, "
+            f"steps_per_generation {args.steps_per_generation}, num_iterations {args.num_iterations}"
+        )
+
+    def _get_train_sampler(self, dataset=None):
+        """TRL's, whose generator draws one order per epoch: a resumed run goes past those of the finished epochs."""
+        sampler = super()._get_train_sampler(dataset)
+        for _ in range(self._finished_epochs if sampler.shuffle else 0):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
 
     def close(self) -> None:
         """Free the engines; the model can still be saved. Safe to repeat."""
@@ -548,24 +643,13 @@ def is_complete(checkpoint: Path) -> bool:
     return False
 
 
-def last_complete_checkpoint(output_dir: str) -> str:
-    """The newest checkpoint in a folder that was written to its end.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The newest checkpoint in a folder that was written to its end; None without one."""
     folders = [
         p for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.split("-")[-1].isdigit()
     ]
     complete = [folder for folder in folders if is_complete(folder)]
-    if not complete:
-        raise ValueError(
-            f"output_dir={output_dir!r} holds no complete checkpoint to resume from: start without "
-            "resume_from_checkpoint."
-        )
-    return str(max(complete, key=lambda folder: int(folder.name.split("-")[-1])))
+    return str(max(complete, key=lambda folder: int(folder.name.split("-")[-1]))) if complete else None
 
 
 def _require_soft_cap(config) -> None:

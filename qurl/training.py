@@ -26,9 +26,9 @@ from qurl.diagnostics import history
 from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation
 from qurl.models import resolve_model
 from qurl.notebook import provenance
-from qurl.rollout import RolloutEngine
+from qurl.rollout import RolloutEngine, RolloutError
 from qurl.tasks import Task, load_task
-from qurl.trainer import QuRLTrainer, TrainingError, is_complete
+from qurl.trainer import QuRLTrainer, TrainingError, last_complete_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,10 @@ def train(
     ValueError
         For anything that is not possible, before the engine starts; also where the folder holds another run.
     """
+    if config.world_size > 1:
+        raise ValueError(
+            "qurl train runs in one process: use QuRLTrainer in a script of your own for several."
+        )
     folder = Path(config.output_dir)
     asked = _asked(run, config)
     finished = folder / "result.json"
@@ -202,9 +206,14 @@ def train(
         if held_out:
             scores["before"] = _judge(trainer, held_out, run, config, folder / "samples-before")
         start = time.perf_counter()
-        resume = any(is_complete(checkpoint) for checkpoint in folder.glob("checkpoint-*"))
-        trainer.train(resume_from_checkpoint=True if resume else None)
+        checkpoint = last_complete_checkpoint(folder)
+        trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - start
+        if trainer.state.global_step < trainer.state.max_steps:
+            raise TrainingError(
+                f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
+                f"checkpoint in {folder}: the log above says why."
+            )
         trainer.save_model(str(folder / "policy"))
         if held_out:
             scores["after"] = _judge(trainer, held_out, run, config, folder / "samples-after")
@@ -214,7 +223,7 @@ def train(
             "accuracy": _accuracy(scores),
             "steps": trainer.state.global_step,
             "seconds": seconds,
-            "resumed": resume,
+            "resumed": checkpoint is not None,
             "engine": trainer.vllm_generation.description | {"model": run.model},
             "task": task.provenance,
             **provenance(seed=config.seed),
@@ -342,7 +351,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         result = train(run, config)
-    except TrainingError as error:
+    except (TrainingError, RolloutError) as error:
         print(f"qurl train: {error}", file=sys.stderr)
         return 1
     print(summary(result, config.output_dir))

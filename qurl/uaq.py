@@ -185,7 +185,7 @@ def uaq_parameter_groups(
         folds = _find_folds(model, targets)
     linears = {id(linear.weight) for fold in folds for linear in fold.linears}
     norms = {id(fold.norm.weight) for fold in folds}
-    members = {"uaq_linears": [], "uaq_norms": [], "decayed": [], "not_decayed": []}
+    members = {"decayed": [], "not_decayed": [], "uaq_linears": [], "uaq_norms": []}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue

@@ -81,7 +81,7 @@ def test_training_moves_the_policy_and_the_engine_follows(trainer_of, options):
     assert_engine_holds(trainer, trainer.model)
 
     table = history(trainer)
-    assert table.loc[[1, 3], "rollout/bits"].tolist() == [8, 8]
+    assert table.loc[[1, 3], "rollout/bits"].tolist() == [trainer.args.rollout_code_bits] * 2
     assert table.loc[1, "mismatch/staleness_k3"] == pytest.approx(0, abs=1e-9)
     assert table.loc[2, "mismatch/staleness_k3"] > 1e-6
     # Quantization and engine together make up the mismatch, and quantization is the larger part.
@@ -244,7 +244,7 @@ def test_full_precision_takes_over_after_an_alarm(trainer_of):
         rollout_code_bits=3, mismatch_limit=1e-3, mismatch_action="full_precision", max_steps=4
     )
     trainer.train()
-    assert history(trainer)["rollout/bits"].dropna().tolist() == [8, 16]
+    assert history(trainer)["rollout/bits"].dropna().tolist() == [3, 16]
 
 
 def test_stock_transformers_reads_a_uaq_checkpoint(trainer_of, tmp_path):

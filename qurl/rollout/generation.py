@@ -189,6 +189,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]
         return prompts, rollouts.completion_ids, logps, ids
 
+    @property
+    def max_tokens_scored(self) -> int:
+        """Longest sequence that `score_in_full_precision` takes."""
+        return self._engine(self.train_dtype).max_model_len - 1
+
     def score_in_full_precision(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of given tokens, from the second of each sequence on, by the same engine unquantized (BF16)."""
         if self._synced.get("bf16") != self._version:

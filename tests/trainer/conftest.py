@@ -35,7 +35,14 @@ def policy_folder(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def make_trainer(tokenizer, policy_folder, tmp_path):
-    def make(trainer=ReplayedQuRLTrainer, config=QuRLConfig, rewards=reward_of_length, model=None, **options):
+    def make(
+        trainer=ReplayedQuRLTrainer,
+        config=QuRLConfig,
+        rewards=reward_of_length,
+        model=None,
+        data=DATA,
+        **options,
+    ):
         defaults = {
             "output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4,
             "max_completion_length": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "bf16": False,
@@ -46,6 +53,6 @@ def make_trainer(tokenizer, policy_folder, tmp_path):
         model = policy_folder if model is None else model
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="objective='acr' equals 'tis'")
-            return trainer(model, rewards, args, train_dataset=DATA, processing_class=tokenizer)
+            return trainer(model, rewards, args, train_dataset=data, processing_class=tokenizer)
 
     return make

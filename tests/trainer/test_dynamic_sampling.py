@@ -10,9 +10,11 @@ from qurl.diagnostics import history
 from qurl.dynamic_sampling import equal_groups, further_rows, replace_groups
 
 
-def test_equal_groups_have_no_advantage_at_all():
-    advantages = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0, 0.5])
-    assert equal_groups(advantages, 2).tolist() == [True, False, False]
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 0.7, 1.2])
+def test_equal_groups_are_found_although_their_mean_is_rounded(reward):
+    rewards = torch.tensor([[reward] * 8, [0.0, 1.0] * 4])
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert equal_groups(advantages, 8).tolist() == [True, False]
 
 
 def test_further_rows_are_new_distinct_and_the_same_again():

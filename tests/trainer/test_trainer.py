@@ -381,6 +381,44 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(
     assert first.vllm_generation.syncs == len(generated)
 
 
+def test_a_resumed_run_does_not_repeat_the_prompts_of_the_first_epoch(make_trainer, tmp_path):
+    """Eight prompts in four generation batches are an epoch: the second has an order of its own."""
+    options = {"max_steps": 16, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    few = DATA.select(range(8))
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), data=few, **options)
+    whole.train()
+    prompts = whole.vllm_generation.prompts
+    assert len(prompts) == 8 and prompts[:4] != prompts[4:]
+    for step in (8, 11):  # at the end of the first epoch, and within the second
+        cut = make_trainer(output_dir=str(tmp_path / f"cut{step}"), data=few, **options)
+        cut.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert cut.vllm_generation.prompts == prompts[(step + 1) // 2 :]
+
+
+def test_a_run_at_its_last_step_is_not_trained_further(make_trainer):
+    options = {"max_steps": 2, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    finished = make_trainer(**options)
+    finished.train()
+    again = make_trainer(**options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2 and again.vllm_generation.prompts == []
+    for mine, theirs in zip(again.model.parameters(), finished.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("options", [{"rollout_dtype": "fp8"}, {"objective": "tis"}, {"num_iterations": 4}])
+def test_resuming_with_another_configuration_is_refused(make_trainer, options):
+    saved = {"max_steps": 2, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(**saved).train()
+    with pytest.raises(ValueError, match="was made with"):
+        make_trainer(**saved | {"max_steps": 4} | options).train(resume_from_checkpoint=True)
+
+
+def test_the_control_arm_refuses_optimizers_it_does_not_hold_for(make_trainer):
+    with pytest.raises(ValueError, match="uaq_mode='learning_rates' is not possible with optim='rmsprop'"):
+        make_trainer(uaq_scale=1.5, uaq_mode="learning_rates", optim="rmsprop")
+
+
 def test_half_written_checkpoints_are_passed_over(make_trainer, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "num_iterations": 2}
     make_trainer(**options).train()
