@@ -122,15 +122,6 @@ class QuRLTrainer(GRPOTrainer):
                 f"uaq_mode='learning_rates' is not possible with optim={args.optim.value!r} or an optimizer of your "
                 f"own: its learning rates are known for {', '.join(sorted(o.value for o in _UAQ_OPTIMIZERS))}."
             )
-        if isinstance(model, str):
-            model = str(resolve_model(model))
-        if args.uaq_scale != 1 and args.uaq_mode == "learning_rates":
-            if options.get("optimizers", (None, None))[0] is not None or args.optim not in _UAQ_OPTIMIZERS:
-                raise ValueError(
-                    f"uaq_mode='learning_rates' is not possible with optim={args.optim.value!r} or an optimizer of "
-                    f"your own: its learning rates are known for "
-                    f"{', '.join(sorted(o.value for o in _UAQ_OPTIMIZERS))}."
-                )
         # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
         args.use_vllm = False
         try:
@@ -617,7 +608,7 @@ class QuRLTrainer(GRPOTrainer):
 
     @property
     def _windows(self) -> str:
-        """How batches are cut into optimizer steps, and by which objective: a checkpoint within a batch depends on it."""
+        """How batches are cut into optimizer steps, and the objective: what a checkpoint within a batch depends on."""
         args = self.args
         return (
             f"objective {args.objective}, gradient_accumulation_steps {args.gradient_accumulation_steps}, "

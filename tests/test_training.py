@@ -73,7 +73,13 @@ def assert_engine_holds(trainer, model):
     "options", [{"rollout_dtype": "int8"}, {"rollout_dtype": "fp8"}, {"rollout_code_bits": 4}]
 )
 def test_training_moves_the_policy_and_the_engine_follows(trainer_of, options):
-    trainer = trainer_of(update_noise_every=1, attribute_mismatch_every=1, learning_rate=1e-3, **options)
+    trainer = trainer_of(
+        update_noise_every=1,
+        attribute_mismatch_every=1,
+        dynamic_sampling_max_rounds=1,
+        learning_rate=1e-3,
+        **options,
+    )
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     assert all(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
