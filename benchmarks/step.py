@@ -64,7 +64,8 @@ def main() -> None:
             config = config_class(
                 output_dir=folder, max_steps=optimizer_steps, per_device_train_batch_size=options.completions // 2,
                 num_generations=8, max_completion_length=options.max_tokens, bf16=False, gradient_checkpointing=False,
-                learning_rate=1e-6, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, **extra,
+                vllm_max_model_length=64 + options.max_tokens, learning_rate=1e-6, report_to="none",
+                save_strategy="no", disable_tqdm=True, use_cpu=True, **extra,
             )  # fmt: skip
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="objective='acr' equals")
