@@ -10,6 +10,7 @@ which a worker never imports.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -96,7 +97,8 @@ class _Worker:
     def stop(self):
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):  # what was not sent to a dead worker cannot be flushed
+            self.process.stdin.close()
         self.process.stdout.close()
 
 
