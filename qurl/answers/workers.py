@@ -41,6 +41,10 @@ class _Worker:
     """One process, one request at a time."""
 
     def __init__(self):
+        self.served = 0
+        self._spawn()
+
+    def _spawn(self):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
@@ -52,7 +56,6 @@ class _Worker:
             env=environment,
             cwd="/",
         )
-        self.served = 0
         self._poll = select.poll()
         self._poll.register(self.process.stdout, select.POLLIN)
 
@@ -86,8 +89,14 @@ class _Worker:
         """Wait for the imports. A worker that cannot start is a broken installation, not a wrong answer."""
         try:
             problem = json.loads(self._line(_START_DEADLINE))
-        except WorkerFailed as error:
-            problem = str(error)
+        except WorkerFailed:
+            # Killed from outside while it started, perhaps: a broken installation fails again.
+            self.stop()
+            self._spawn()
+            try:
+                problem = json.loads(self._line(_START_DEADLINE))
+            except WorkerFailed as error:
+                problem = str(error)
         if problem:
             raise RuntimeError(
                 f"The process that compares answers did not start ({problem}): install the pinned math-verify again "
