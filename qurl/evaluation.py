@@ -536,7 +536,7 @@ class _Store(_Memory):
     def add(self, id: str, samples: list[dict]) -> None:
         super().add(id, samples)
         if not (self.folder / _SETTINGS).exists():  # not before there is something to keep
-            _write(self.folder / _SETTINGS, json.dumps(self.settings, indent=2) + "\n")
+            write_whole(self.folder / _SETTINGS, json.dumps(self.settings, indent=2) + "\n")
         with open(self.lines, "a") as stream:
             stream.write(json.dumps({"id": id, "samples": samples}) + "\n")
 
@@ -562,7 +562,7 @@ class _Store(_Memory):
                     for key, value in vars(evaluation).items()
                     if key not in ("samples", "complete")
                 }
-                _write(
+                write_whole(
                     self.folder / _RESULT, json.dumps(result | {"qurl": qurl.__version__}, indent=2) + "\n"
                 )
                 for file in self.folder.glob("samples-*-of-*.jsonl"):
@@ -575,7 +575,8 @@ def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"data": data}
 
 
-def _write(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Write a file completely or not at all."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     partial.write_text(text)
     os.replace(partial, file)

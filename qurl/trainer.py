@@ -283,8 +283,6 @@ class QuRLTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction = True
-        if reuse:
-            batch.pop("old_per_token_logps", None)
         mask = batch["completion_mask"].bool()
         behav = batch["sampling_per_token_logps"]
         known = self._require_known(behav, mask)
@@ -403,12 +401,8 @@ class QuRLTrainer(GRPOTrainer):
         batch["importance_sampling_ratio"] = loss_weight(self.args.objective, weights) * (known | ~mask)
         batch["log_w"] = prox - behav
         if self.args.objective == "acr":
-            low, high = clip_bounds("acr", weights.r, self.args.epsilon, self._epsilon_high)
+            low, high = clip_bounds("acr", weights.r, self.epsilon_low, self.epsilon_high)
             batch["clip_low"], batch["clip_high"] = low, high
-
-    @property
-    def _epsilon_high(self) -> float:
-        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     def _compute_loss(self, model, inputs):
         self._loss_inputs = inputs
@@ -462,8 +456,8 @@ class QuRLTrainer(GRPOTrainer):
         if not stats:
             return
         if self.args.objective == "acr":
-            r = (math.log(cap) - log_w).clamp(max=0).exp()
-            upper = clip_bounds("acr", r, self.args.epsilon, self._epsilon_high)[1]
+            r = importance_weights(log_w, torch.zeros_like(log_w), cap).r
+            upper = clip_bounds("acr", r, self.epsilon_low, self.epsilon_high)[1]
             stats |= {"acr/upper_mean": upper.mean().item(), "acr/upper_max": upper.max().item()}
         self._log_metrics(stats)
         if self.model.training:

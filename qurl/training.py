@@ -23,7 +23,7 @@ from trl import TrlParser
 
 from qurl.config import QuRLConfig
 from qurl.diagnostics import history
-from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation
+from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation, write_whole
 from qurl.models import resolve_model
 from qurl.notebook import provenance
 from qurl.rollout import RolloutEngine, RolloutError
@@ -141,13 +141,6 @@ class MetricsFile(TrainerCallback):
         """Write the history so far."""
         if state.is_world_process_zero:
             write_whole(Path(args.output_dir) / "metrics.csv", history(state.log_history).to_csv())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def train(
@@ -323,8 +316,8 @@ def _accuracy(evaluations: dict[str, Evaluation]) -> dict[str, Any]:
     per_problem["gain"] = per_problem["after"] - per_problem["before"]
     scores = {}
     for name, values in per_problem.items():
-        low, high = bootstrap_interval([values.to_numpy()[:, None]])
-        scores[name] = {"mean": float(values.mean()), "interval": [float(low[0]), float(high[0])]}
+        low, high = bootstrap_interval([values.to_numpy()])
+        scores[name] = {"mean": float(values.mean()), "interval": [float(low), float(high)]}
     return {"problems": len(values), **scores}
 
 

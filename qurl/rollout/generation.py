@@ -151,13 +151,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Replaces TRL's method: quantize, load, check, reset the prefix cache; called when the policy has changed."""
         self._version += 1
-        self._sync(self.dtype)
+        self.last_sync = self._sync(self.dtype)
 
-    def _sync(self, dtype: str) -> None:
+    def _sync(self, dtype: str) -> SyncReport:
         # Closed at once, also when the engine breaks the walk off: only then are adapters taken out again.
         with closing(self.named_params()) as parameters:
-            self.last_sync = self._engine(dtype).sync(map(self._cast, parameters), check=self.check)
+            report = self._engine(dtype).sync(map(self._cast, parameters), check=self.check)
         self._synced[dtype] = self._version
+        return report
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Replaces TRL's method: same arguments and return value, without images.
@@ -179,7 +180,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if images is not None:
             raise ValueError("quantized rollouts are of text alone: leave images out of the dataset.")
         if self._synced.get(self.dtype) != self._version:
-            self._sync(self.dtype)
+            self.last_sync = self._sync(self.dtype)
         with profiler or nullcontext():
             rollouts = self._engine(self.dtype).generate(
                 prompts, max_tokens=self.max_completion_length, temperature=self.temperature
@@ -197,9 +198,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def score_in_full_precision(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of given tokens, from the second of each sequence on, by the same engine unquantized (BF16)."""
         if self._synced.get("bf16") != self._version:
-            before = self.last_sync
             self._sync("bf16")
-            self.last_sync = before  # that of the rollouts
         return self._engine("bf16").score(sequences)
 
     @property
