@@ -234,7 +234,7 @@ class QuRLTrainer(GRPOTrainer):
         if not every or self.vllm_generation.train_dtype not in ("int8", "fp8"):
             return
         if self._weights_before is not None:
-            with contextlib.closing(self.vllm_generation.named_params()) as parameters:
+            with self.vllm_generation.named_params() as parameters:
                 total = update_to_noise(
                     self._weights_before, parameters, self.args.rollout_dtype, self.args.rollout_code_bits
                 ).total
@@ -242,7 +242,7 @@ class QuRLTrainer(GRPOTrainer):
             self._log_metrics({f"update/{name}": total[name] for name in names})
             self._weights_before = None
         if self._batches % every == 0:
-            with contextlib.closing(self.vllm_generation.named_params()) as parameters:
+            with self.vllm_generation.named_params() as parameters:
                 self._weights_before = snapshot(parameters)
 
     def _log_rollout(self, synced: bool) -> None:

@@ -291,7 +291,8 @@ def _judge(
         seed=config.seed,
         load_weights=False,
     ) as engine:
-        engine.sync(generation.named_params())
+        with generation.named_params() as parameters:
+            engine.sync(parameters)
         return evaluate(
             engine,
             task,

@@ -7,7 +7,7 @@ of shards.
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -140,9 +140,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 with self._dist.gather_params(list(self.model.parameters())):
                     self.model.unmerge_adapter()
 
-    def named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters, whole and with adapters merged, one at a time; a collective operation."""
-        return self._iter_named_params()
+    @contextmanager
+    def named_params(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The policy's parameters, whole and with adapters merged, one at a time; a collective operation.
+
+        Closed at the end of the context, also when the walk is broken off: only then are adapters taken out again.
+        """
+        with closing(self._iter_named_params()) as parameters:
+            yield parameters
 
     def _cast(self, named_param: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
         name, tensor = named_param
@@ -154,8 +159,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.last_sync = self._sync(self.dtype)
 
     def _sync(self, dtype: str) -> SyncReport:
-        # Closed at once, also when the engine breaks the walk off: only then are adapters taken out again.
-        with closing(self.named_params()) as parameters:
+        with self.named_params() as parameters:
             report = self._engine(dtype).sync(map(self._cast, parameters), check=self.check)
         self._synced[dtype] = self._version
         return report
