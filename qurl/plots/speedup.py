@@ -1,33 +1,18 @@
-"""One function per figure: data frame in, matplotlib figure out.
-
-Figures are built without pyplot's global state, so that a notebook shows each once and a script needs no
-display. Colours are seaborn's colour-blind palette; what a mark means never rests on its colour alone.
-"""
-
-import math
+"""Fig. 8: rollout throughput, measured here and computed for GPUs."""
 
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
 
+from qurl.plots.style import NAMES, PALETTE
 from qurl.roofline import PAPER_RANGE
 
-_W_BINS = 61
-_PALETTE = sns.color_palette("colorblind")
-_PAPER, _ROOFLINE = _PALETTE[3], _PALETTE[2]
+_PAPER, _ROOFLINE = PALETTE[3], PALETTE[2]
 # Of a bar's number with its distance to the bar, as a share of the axis.
 _LABEL_HEIGHT = 0.07
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
-_NAMES = {
-    "vllm-bf16": "BF16, vLLM as it comes",
-    "bf16": "BF16, qurl's engine",
-    "fp32": "FP32",
-    "int8": "INT8",
-    "fp8": "FP8",
-}
 
 
 def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") -> Figure:
@@ -76,7 +61,7 @@ def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") 
         axes.axhspan(*PAPER_RANGE, color="0.5", alpha=0.15, zorder=0, linewidth=0)
         axes.axhline(1, color="0.25", linewidth=1, zorder=1)
         axes.grid(axis="x", visible=False)
-    left.set_ylabel(f"Speed-up of {_NAMES[dtype]} (times; 1 = no faster)")
+    left.set_ylabel(f"Speed-up of {NAMES[dtype]} (times; 1 = no faster)")
     if title:
         figure.suptitle(title, fontsize="medium")
     return figure
@@ -87,9 +72,7 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
     settings = list(dict.fromkeys(zip(shown["batch_size"], shown["max_tokens"], strict=True)))
     series = [(baseline, phase) for baseline in dict.fromkeys(shown["baseline"]) for phase in _PHASE_LABELS]
     width = 0.8 / len(series)
-    colours = dict(
-        zip(dict.fromkeys(shown["baseline"]), (_PALETTE[0], _PALETTE[1], _PALETTE[4]), strict=False)
-    )
+    colours = dict(zip(dict.fromkeys(shown["baseline"]), (PALETTE[0], PALETTE[1], PALETTE[4]), strict=False))
     for index, (baseline, phase) in enumerate(series):
         rows = shown[(shown["baseline"] == baseline) & (shown["phase"] == phase)]
         rows = rows.set_index(["batch_size", "max_tokens"]).loc[settings]
@@ -109,7 +92,7 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
             hatch=None if whole else "////",
             error_kw={"elinewidth": 1.2, "ecolor": "0.15"},
             zorder=2,
-            label=f"{_PHASE_LABELS[phase]}, against {_NAMES[baseline]}",
+            label=f"{_PHASE_LABELS[phase]}, against {NAMES[baseline]}",
         )
         for position, value, high in zip(x, rows["speedup"], rows["high"], strict=True):
             # A number that would lie across the line at 1 stands above it.
@@ -172,11 +155,11 @@ def _draw_computed(axes, computed: pd.DataFrame, dtype: str) -> None:
     axes.set_xlabel(
         f"Model, GPU (roofline: context of {computed['context'].iloc[0]} tokens)",
     )
-    axes.set_title(f"{_NAMES[dtype]} on GPUs: reported and computed, not measured here")
+    axes.set_title(f"{NAMES[dtype]} on GPUs: reported and computed, not measured here")
     handles = [
         Line2D([], [], color=_PAPER, marker="D", linewidth=6, markersize=7, label="paper (reported)")
         if reported
-        else Line2D([], [], linestyle="", label=f"paper: no {_NAMES[dtype]} numbers"),
+        else Line2D([], [], linestyle="", label=f"paper: no {NAMES[dtype]} numbers"),
         *(
             Line2D(
                 [],
@@ -192,127 +175,3 @@ def _draw_computed(axes, computed: pd.DataFrame, dtype: str) -> None:
         Patch(color="0.5", alpha=0.15, label="paper's claim: 20–80 % faster"),
     ]
     axes.legend(handles=handles, loc="upper left", ncols=2, fontsize="small", framealpha=1, edgecolor="none")
-
-
-def quantization(weight, quantized, dtype: str) -> Figure:
-    """Codes of one weight and the errors they leave.
-
-    Parameters
-    ----------
-    weight : torch.Tensor, shape (out, in)
-        In full precision.
-    quantized : qurl.quantization.QuantizedTensor
-        Its codes, shape (out, in), and scales, shape (out, 1).
-    dtype : {"int8", "fp8"}
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Left the histogram of the codes, right error over scale against the scaled weight, for at most 4,000
-        elements.
-    """
-    codes = quantized.codes.float()
-    scaled = weight.float() / quantized.scale
-    step = max(1, codes.numel() // 4000)
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-    # INT8: 5 codes to a bin. FP8: bins a little wider than the widest gap between its codes, which is 32. So no bin is
-    # empty by construction; and all edges are half-integers of which none is a code, so that both signs are alike.
-    bins = [-127.5 + 5 * i for i in range(52)] if dtype == "int8" else [-478.5 + 33 * i for i in range(30)]
-    sns.histplot(x=codes.flatten()[::step].numpy(), bins=bins, color=_PALETTE[0], stat="percent", ax=left)
-    left.set(xlabel=f"{_NAMES[dtype]} code", ylabel="Elements (%)", title="Codes")
-    right.scatter(
-        scaled.flatten()[::step].numpy(),
-        (codes - scaled).flatten()[::step].numpy(),
-        s=4,
-        color=_PALETTE[0],
-        linewidth=0,
-        alpha=0.6,
-    )
-    right.set(xlabel="Weight / scale", ylabel="(Dequantized − weight) / scale", title="Rounding error")
-    return figure
-
-
-def logprobs(tokens: pd.DataFrame, dtype: str) -> Figure:
-    """Log-probs of sampled tokens under the engine that sampled them and under full precision.
-
-    Parameters
-    ----------
-    tokens : pandas.DataFrame
-        Columns ``behaviour`` and ``proximal``, in nats, one row per token.
-    dtype : {"int8", "fp8"}
-        Of the behaviour policy.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Left one against the other with the diagonal, right the histogram of w = exp(proximal − behaviour).
-    """
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
-        figure = Figure(figsize=(11, 4.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-    left.scatter(tokens["behaviour"], tokens["proximal"], s=10, color=_PALETTE[0], linewidth=0, alpha=0.5)
-    left.axline((0, 0), slope=1, color="0.25", linewidth=1)
-    left.set(
-        xlabel=f"log π_behav, {_NAMES[dtype]} (nats)",
-        ylabel="log π_prox, BF16 (nats)",
-        title="Sampled tokens",
-    )
-    w = (tokens["proximal"] - tokens["behaviour"]).map(math.exp)
-    # An odd number of bins, as many on each side of w = 1, which is the centre of the middle one.
-    widest = max(abs(math.log(w.min())), abs(math.log(w.max())), 0.01)
-    edges = [math.exp(widest * (2 * i / _W_BINS - 1)) for i in range(_W_BINS + 1)]
-    # Rounding must not leave the extremes outside.
-    edges[0], edges[-1] = min(edges[0], w.min()), max(edges[-1], w.max())
-    right.hist(w, bins=edges, color=_PALETTE[0])
-    right.set_xscale("log")
-    right.axvline(1, color="0.25", linewidth=1)
-    # Ticks at the centre and the ends: the range is often so narrow that it holds no other round number than 1.
-    right.set_xticks([math.exp(widest * part) for part in (-1, -0.5, 0, 0.5, 1)])
-    right.xaxis.set_minor_locator(NullLocator())
-    right.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    right.set(xlabel="w = π_prox / π_behav", ylabel="Tokens", title="Mismatch per token")
-    return figure
-
-
-def training(curves: pd.DataFrame, *, title: str = "") -> Figure:
-    """Reward and mismatch over the optimizer steps of several runs.
-
-    Lines are means over the seeds of a run's name, bands the range over its seeds.
-
-    Parameters
-    ----------
-    curves : pandas.DataFrame
-        One row per run, seed and step: ``run``, ``seed``, ``step``, ``reward`` (sampled, 0 to 1) and ``kl``
-        (KL(behav‖prox), k3, nats per token), already smoothed.
-    title : str
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
-        figure = Figure(figsize=(13, 5), layout="constrained")
-        panels = figure.subplots(1, 2)
-    for axes, column, label in (
-        (panels[0], "reward", "reward of the sampled completions"),
-        (panels[1], "kl", "KL(behaviour‖proximal), nats per token"),
-    ):
-        sns.lineplot(
-            curves,
-            x="step",
-            y=column,
-            hue="run",
-            style="run",
-            palette="colorblind",
-            errorbar=lambda values: (values.min(), values.max()),
-            ax=axes,
-            legend=axes is panels[0],
-        )
-        axes.set(xlabel="optimizer step", ylabel=label)
-    panels[0].set_ylim(bottom=0)
-    panels[1].set_yscale("log")
-    sns.move_legend(panels[0], "lower right", title=None)
-    figure.suptitle(title)
-    return figure
