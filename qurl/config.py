@@ -3,11 +3,15 @@
 Every combination that has no defined meaning is refused here, at construction, naming the fields and the fix.
 """
 
+import math
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 import torch
 from trl import GRPOConfig
 
+from qurl import arguments
 from qurl.objectives import OBJECTIVES
 
 ROLLOUT_DTYPES = ("int8", "fp8", "bf16", "fp32")
@@ -157,33 +161,22 @@ class QuRLConfig(GRPOConfig):
             ("uaq_mode", UAQ_MODES),
             ("mismatch_action", MISMATCH_ACTIONS),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name}={value!r} is not possible: use one of {', '.join(map(repr, allowed))}."
-                )
+            arguments.choice(name, getattr(self, name), allowed)
+        arguments.switches(sync_check=self.sync_check)
 
     def _check_numbers(self) -> None:
-        bits = self.rollout_code_bits
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-            raise ValueError(f"rollout_code_bits={bits!r} is not possible: use a whole number from 2 to 8.")
-        if bits != 8 and self.rollout_dtype != "int8":
+        self.rollout_code_bits = arguments.whole_number("rollout_code_bits", self.rollout_code_bits, 2, 8)
+        if self.rollout_code_bits != 8 and self.rollout_dtype != "int8":
             raise ValueError(
-                f"rollout_code_bits={bits} needs rollout_dtype='int8', not {self.rollout_dtype!r}: fewer code levels "
-                "exist for INT8 alone."
+                f"rollout_code_bits={self.rollout_code_bits} needs rollout_dtype='int8', not {self.rollout_dtype!r}: "
+                "fewer code levels exist for INT8 alone."
             )
         for name in ("update_noise_every", "attribute_mismatch_every", "dynamic_sampling_max_rounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} is not possible: use a whole number, 0 for off.")
-        if not 0 < self.uaq_scale < float("inf"):
-            raise ValueError(
-                f"uaq_scale={self.uaq_scale} is not possible: use a positive number, 1.0 for off."
-            )
-        if self.mismatch_limit is not None and not self.mismatch_limit > 0:
-            raise ValueError(
-                f"mismatch_limit={self.mismatch_limit} is not possible: use a positive number of nats, or None."
-            )
+            setattr(self, name, arguments.whole_number(name, getattr(self, name), 0))
+        self.uaq_scale = _positive("uaq_scale", self.uaq_scale, "1.0 for off")
+        if self.mismatch_limit is not None:
+            self.mismatch_limit = _positive("mismatch_limit", self.mismatch_limit, "or None for no limit")
+        self.temperature = arguments.number("temperature", self.temperature, 0.01, 2)
 
     def _check_correction(self) -> None:
         """The objective decides how the mismatch is corrected; TRL's own switches must not contradict it."""
@@ -207,12 +200,13 @@ class QuRLConfig(GRPOConfig):
                 f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min} is not possible: no "
                 "objective truncates small weights; leave it out."
             )
-        cap = self.vllm_importance_sampling_clip_max
-        if cap is None or not 0 < cap < float("inf"):
-            raise ValueError(
-                f"vllm_importance_sampling_clip_max={cap} is not possible: use a positive number such as 2.0, or "
-                "objective='decoupled' for weights without a limit."
-            )
+        # TRL writes the deprecated one over the other.
+        deprecated = self.vllm_importance_sampling_cap is not None
+        name = "vllm_importance_sampling_cap" if deprecated else "vllm_importance_sampling_clip_max"
+        fix = "such as 2.0"
+        if self.objective == "decoupled":
+            fix += ", above which objective='decoupled' counts weights without truncating them"
+        setattr(self, name, _positive(name, getattr(self, name), fix))
 
     def _check_objective(self) -> None:
         if self.objective != "acr":
@@ -290,8 +284,6 @@ class QuRLConfig(GRPOConfig):
                 f"attribute_mismatch_every={self.attribute_mismatch_every} needs temperature=1.0, not "
                 f"{self.temperature}: the engine scores given tokens at temperature 1 alone."
             )
-        if not 0.01 <= self.temperature <= 2:
-            raise ValueError(f"temperature={self.temperature} is not possible: use 0.01 to 2.")
 
     def _check_engine(self) -> None:
         if self.vllm_mode != "colocate":
@@ -307,3 +299,10 @@ class QuRLConfig(GRPOConfig):
         for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")
+
+
+def _positive(name: str, value: Any, fix: str) -> float:
+    """``value`` as a float, if it is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} is not possible: use a positive number, {fix}.")
+    return float(value)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 from trl import GRPOConfig
 
@@ -47,7 +48,17 @@ def test_docstring_and_help_name_every_added_field():
         ({"rollout_code_bits": 4, "rollout_dtype": "fp8"}, "rollout_code_bits=4"),
         ({"uaq_scale": 0.0}, "uaq_scale=0.0"),
         ({"uaq_scale": float("nan")}, "uaq_scale=nan"),
+        ({"uaq_scale": "1.5"}, "uaq_scale='1.5'"),
+        ({"uaq_scale": True}, "uaq_scale=True"),
+        ({"uaq_scale": float("inf")}, "uaq_scale=inf"),
         ({"update_noise_every": -1}, "update_noise_every=-1"),
+        ({"update_noise_every": 1.0}, "update_noise_every=1.0"),
+        ({"attribute_mismatch_every": "4"}, "attribute_mismatch_every='4'"),
+        ({"dynamic_sampling_max_rounds": None}, "dynamic_sampling_max_rounds=None"),
+        ({"sync_check": "no"}, "sync_check='no'"),
+        ({"rollout_dtype": ["int8"]}, "rollout_dtype=['int8']"),
+        ({"mismatch_limit": "0.1"}, "mismatch_limit='0.1'"),
+        ({"mismatch_limit": True}, "mismatch_limit=True"),
         ({"mismatch_limit": -0.1}, "mismatch_limit=-0.1"),
         ({"mismatch_action": "halt"}, "mismatch_action='halt'"),
         ({"use_vllm": False}, "use_vllm=False"),
@@ -56,6 +67,8 @@ def test_docstring_and_help_name_every_added_field():
         ({"vllm_importance_sampling_clip_min": 0.5}, "vllm_importance_sampling_clip_min=0.5"),
         ({"vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_clip_max=None"),
         ({"vllm_importance_sampling_clip_max": 0.0}, "vllm_importance_sampling_clip_max=0.0"),
+        ({"vllm_importance_sampling_clip_max": "2"}, "vllm_importance_sampling_clip_max='2'"),
+        ({"vllm_importance_sampling_cap": -1.0}, "vllm_importance_sampling_cap=-1.0"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"delta": 4.0}, "delta=4.0"),
         ({"loss_type": "cispo"}, "loss_type='cispo'"),
@@ -76,6 +89,7 @@ def test_docstring_and_help_name_every_added_field():
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
         ({"generation_kwargs": {"presence_penalty": 1.0}}, "generation_kwargs"),
         ({"temperature": 0.0}, "temperature=0.0"),
+        ({"temperature": "1"}, "temperature='1'"),
         ({"vllm_mode": "server"}, "vllm_mode='server'"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
@@ -87,6 +101,29 @@ def test_what_has_no_meaning_is_refused_with_the_field_and_one_sentence(config, 
         config(**options)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).endswith(".")
+
+
+def test_trls_old_name_for_c_is_as_good_as_the_new_one(config):
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_cap"):
+        made = config(vllm_importance_sampling_cap=1.5, vllm_importance_sampling_clip_max=None)
+    assert made.vllm_importance_sampling_clip_max == 1.5
+
+
+def test_weights_without_a_limit_still_need_one_to_be_counted_by(config):
+    with pytest.raises(
+        ValueError, match=r"use a positive number, such as 2\.0, above which objective='decoupled'"
+    ):
+        config(objective="decoupled", vllm_importance_sampling_clip_max=None)
+    config(objective="decoupled")
+
+
+def test_numbers_of_numpy_become_pythons(config):
+    made = config(uaq_scale=np.float32(1.5), update_noise_every=np.int64(2), mismatch_limit=1)
+    assert (type(made.uaq_scale), type(made.update_noise_every), type(made.mismatch_limit)) == (
+        float,
+        int,
+        float,
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
