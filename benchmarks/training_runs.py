@@ -16,8 +16,6 @@ import pandas as pd
 from qurl import plots
 from qurl.notebook import provenance, save_results
 
-SMOOTHED_SHARE = 0.04  # of a run's generation batches in the window of the running mean
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -50,19 +48,17 @@ def main() -> None:
             }
         accuracies.append(row)
         metrics = pd.read_csv(folder / "metrics.csv").dropna(subset="reward")
-        window = max(1, round(SMOOTHED_SHARE * len(metrics)))
-        smoothed = metrics[["reward", "mismatch/kl_k3"]].rolling(window, min_periods=1).mean()
-        smoothed.columns = ["reward", "kl"]
-        curves.append(smoothed.assign(run=name, seed=row["seed"], step=metrics["step"]))
+        table = plots.windowed(metrics.set_index("step"), ["reward", "mismatch/kl_k3"])
+        curves.append(table.assign(arm=name, seed=row["seed"]))
     accuracy, curves = (
         pd.DataFrame(accuracies).sort_values(["run", "seed"]),
         pd.concat(curves, ignore_index=True),
     )
     print(accuracy.to_string(index=False, float_format="{:.3f}".format))
     options.output.mkdir(parents=True, exist_ok=True)
-    figure = plots.training(curves, title=options.title)
+    figure = plots.curves(curves, title=options.title)
     result = {"runs": results, **provenance()}
-    curves = curves[["run", "seed", "step", "reward", "kl"]].round(5)
+    curves = curves[["arm", "seed", "step", "reward", "mismatch/kl_k3"]].round(5)
     save_results(options.output, "training", figure, curves, result, accuracy=accuracy.round(4))
 
 

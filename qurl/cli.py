@@ -48,6 +48,25 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_eval_command(commands)
 
+    reproduce = commands.add_parser(
+        "reproduce", help="every run, figure and table of the paper, at a preset's size"
+    )
+    reproduce.add_argument("--preset", default="cpu", help="smoke, cpu or paper")
+    reproduce.add_argument(
+        "--only",
+        default=(),
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAME[,NAME]",
+        help="some pipelines",
+    )
+    reproduce.add_argument("--seeds", type=int, default=3, help="of each arm: 0, 1 ...")
+    reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: one a core, on GPUs one")
+    reproduce.add_argument("--limit-minutes", type=float, help="a run that takes longer is stopped")
+    reproduce.add_argument("--runs-dir", default="", metavar="FOLDER", help="the run store (default: runs)")
+    reproduce.add_argument("--train-only", action="store_true", help="leave the figures and tables out")
+    reproduce.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    reproduce.set_defaults(run=_reproduce)
+
     # Its options are the fields of two dataclasses, which are not loaded for the other commands.
     train = commands.add_parser("train", help="train a policy with quantized rollouts", add_help=False)
     train.set_defaults(run=_train, takes_fields=True)
@@ -68,6 +87,27 @@ def _train(arguments: argparse.Namespace) -> int:
     from qurl.training import main as train
 
     return train(arguments.fields)
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from qurl.experiments.orchestrator import reproduce
+
+    try:
+        complete = reproduce(
+            arguments.preset,
+            arguments.only,
+            arguments.seeds,
+            runs_dir=arguments.runs_dir,
+            jobs=arguments.jobs,
+            limit_minutes=arguments.limit_minutes,
+            dry_run=arguments.dry_run,
+            train_only=arguments.train_only,
+            report=lambda line: print(line, flush=True),
+        )
+    except KeyboardInterrupt:
+        print("qurl: stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    return 0 if complete else 1
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ checkpoints, and ``policy/``, the trained model. A run that was stopped goes on 
 finished one is read.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,11 +14,13 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import TrlParser
 
@@ -26,6 +29,7 @@ from qurl.diagnostics import history
 from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation, write_whole
 from qurl.models import resolve_model
 from qurl.notebook import provenance
+from qurl.rewards import SoftOverlong
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.tasks import Task, load_task
 from qurl.trainer import QuRLTrainer, TrainingError, last_complete_checkpoint
@@ -65,8 +69,12 @@ class RunArguments:
             See `qurl.tasks.load_task`.
         task_options (`dict` or `str`, *optional*):
             Options of the task, also as JSON: `'{"digits": 2, "chat": true}'`.
+        overlong_buffer (`int`, *optional*, defaults to `0`):
+            Tokens before `max_completion_length` over which DAPO's soft over-long penalty is added to the reward.
+        eval_tasks (`list[str]`, *optional*):
+            Tasks that judge the policy, each with its test split; default the held-out problems of `task`.
         eval_options (`dict` or `str`, *optional*):
-            Options of the held-out task where they differ from `task_options`.
+            Options of these tasks; those of `task` where they differ from `task_options`.
         eval_k (`int`, *optional*, defaults to `1`):
             Samples per held-out problem before and after training; 0 leaves both evaluations out.
         eval_temperature (`float`, *optional*, defaults to `1.0`):
@@ -76,6 +84,13 @@ class RunArguments:
     model: str = field(default="tiny", metadata={"help": "Embedded model, folder or hub id."})
     task: str = field(default="arithmetic", metadata={"help": "Name of the task."})
     task_options: dict | str | None = field(default=None, metadata={"help": "Options of the task, as JSON."})
+    overlong_buffer: int = field(
+        default=0, metadata={"help": "Tokens over which DAPO's over-long penalty grows; 0: none."}
+    )
+    eval_tasks: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Tasks of the evaluations; none: the task's held-out problems."},
+    )
     eval_options: dict | str | None = field(
         default=None, metadata={"help": "Options of the held-out task where they differ, as JSON."}
     )
@@ -87,19 +102,24 @@ class RunArguments:
     def __post_init__(self):
         self.task_options = _options("task_options", self.task_options)
         self.eval_options = _options("eval_options", self.eval_options)
-        if self.eval_k < 0:
-            raise ValueError(f"eval_k={self.eval_k} is not possible: use 0 for none, or a number of samples.")
+        for name, what in (("eval_k", "samples of a problem"), ("overlong_buffer", "tokens")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not possible: use 0 for none, or a number of {what}.")
+        if not 0.01 <= self.eval_temperature <= 2:
+            raise ValueError(f"eval_temperature={self.eval_temperature} is not possible: use 0.01 to 2.")
 
 
 def _options(name: str, value: dict | str | None) -> dict[str, Any]:
+    parsed = value
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            parsed = json.loads(value)
         except json.JSONDecodeError:
-            value = ()
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} is not possible: give a JSON object such as '{{\"digits\": 2}}'.")
-    return value or {}
+            parsed = value
+    if parsed is not None and not isinstance(parsed, dict):
+        raise ValueError(f"{name}={value!r} is not possible: give a JSON object such as '{{\"digits\": 2}}'.")
+    return parsed or {}
 
 
 class ProgressLines(TrainerCallback):
@@ -144,7 +164,10 @@ class MetricsFile(TrainerCallback):
 
 
 def train(
-    run: RunArguments, config: QuRLConfig, callbacks: list[TrainerCallback] | None = None
+    run: RunArguments,
+    config: QuRLConfig,
+    callbacks: list[TrainerCallback] | None = None,
+    **known: Any,
 ) -> dict[str, Any]:
     """Train a policy and measure its held-out accuracy before and after.
 
@@ -154,6 +177,8 @@ def train(
     config : QuRLConfig
         ``output_dir`` is the folder of the run.
     callbacks : list of transformers.TrainerCallback, optional
+    **known
+        What else ``result.json`` records of the run, such as its experiment.
 
     Returns
     -------
@@ -163,7 +188,8 @@ def train(
     Raises
     ------
     ValueError
-        For anything that is not possible, before the engine starts; also where the folder holds another run.
+        For anything that is not possible, before the engine starts; also where the folder holds another run, or
+        another process trains in it.
     """
     if config.world_size > 1:
         raise ValueError(
@@ -171,62 +197,81 @@ def train(
         )
     folder = Path(config.output_dir)
     asked = _asked(run, config)
-    finished = folder / "result.json"
     _same_run(folder, asked)
-    if finished.is_file():
+    if (folder / "result.json").is_file():
         logger.info("%s is finished: it is read and not repeated.", folder)
-        return json.loads(finished.read_text())
+        return json.loads((folder / "result.json").read_text())
 
     path = resolve_model(run.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(run.task, "train", **run.task_options)
     task.self_check(tokenizer)
-    held_out = load_task(run.task, "test", **{**run.task_options, **run.eval_options}) if run.eval_k else None
+    rewards = [*task.reward_functions()]
+    if run.overlong_buffer:
+        rewards.append(SoftOverlong(config.max_completion_length, run.overlong_buffer))
+    judges = _held_out(run) if run.eval_k else []
+    for judge in judges:
+        judge.self_check(tokenizer)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
-    trainer = QuRLTrainer(
-        str(path),
-        task.reward_functions(),
-        config,
-        train_dataset=task.dataset,
-        processing_class=tokenizer,
-        callbacks=[ProgressLines(), MetricsFile(), *(callbacks or [])],
-    )
-    trainer.remove_callback(PrinterCallback)
-    try:
-        scores = {}
-        if held_out:
-            scores["before"] = _judge(trainer, held_out, run, config, folder / "samples-before")
-        start = time.perf_counter()
-        checkpoint = last_complete_checkpoint(folder)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        seconds = time.perf_counter() - start
-        if trainer.state.global_step < trainer.state.max_steps:
-            raise TrainingError(
-                f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
-                f"checkpoint in {folder}: the log above says why."
-            )
-        trainer.save_model(str(folder / "policy"))
-        if held_out:
-            scores["after"] = _judge(trainer, held_out, run, config, folder / "samples-after")
-        table = history(trainer)
-        result = {
-            "run": asked,
-            "accuracy": _accuracy(scores),
-            "steps": trainer.state.global_step,
-            "seconds": seconds,
-            "resumed": checkpoint is not None,
-            "engine": trainer.vllm_generation.description | {"model": run.model},
-            "task": task.provenance,
-            **provenance(seed=config.seed),
-        }
-    finally:
-        trainer.close()
-    if trainer.accelerator.is_main_process:
-        write_whole(folder / "metrics.csv", table.to_csv())
-        write_whole(finished, json.dumps(result, indent=2, default=str) + "\n")
+    with alone(folder):
+        write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
+        trainer = QuRLTrainer(
+            str(path),
+            rewards,
+            config,
+            train_dataset=task.dataset,
+            processing_class=tokenizer,
+            callbacks=[ProgressLines(), MetricsFile(), *(callbacks or [])],
+        )
+        trainer.remove_callback(PrinterCallback)
+        try:
+            before = _judge(trainer, judges, run, config, folder / "samples-before")
+            start = time.perf_counter()
+            checkpoint = last_complete_checkpoint(folder)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            seconds = time.perf_counter() - start
+            if trainer.state.global_step < trainer.state.max_steps:
+                raise TrainingError(
+                    f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
+                    f"checkpoint in {folder}: the log above says why."
+                )
+            trainer.save_model(str(folder / "policy"))
+            after = _judge(trainer, judges, run, config, folder / "samples-after")
+            result = {
+                **known,
+                "run": asked,
+                "accuracy": _accuracy(before, after),
+                "steps": trainer.state.global_step,
+                "seconds": seconds,
+                "resumed": checkpoint is not None,
+                "engine": trainer.vllm_generation.description | {"model": run.model},
+                "task": task.provenance,
+                **provenance(seed=config.seed),
+            }
+            write_whole(folder / "metrics.csv", history(trainer).to_csv())
+            write_whole(folder / "result.json", json.dumps(result, indent=2, default=str) + "\n")
+        finally:
+            trainer.close()
     return result
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Make the folder of a run, and hold it against other processes; a killed one holds it no longer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"output_dir={str(folder)!r} is being trained by another process: wait for it, or choose another folder."
+        ) from None
+
+
+def _held_out(run: RunArguments) -> list[Task]:
+    if run.eval_tasks:
+        return [load_task(name, "test", **run.eval_options) for name in run.eval_tasks]
+    return [load_task(run.task, "test", **{**run.task_options, **run.eval_options})]
 
 
 def _asked(run: RunArguments, config: QuRLConfig) -> dict[str, Any]:
@@ -276,11 +321,12 @@ def _same_run(folder: Path, asked: dict[str, Any]) -> None:
 
 
 def _judge(
-    trainer: QuRLTrainer, task: Task, run: RunArguments, config: QuRLConfig, output: Path
-) -> Evaluation:
+    trainer: QuRLTrainer, tasks: list[Task], run: RunArguments, config: QuRLConfig, output: Path
+) -> list[Evaluation]:
     """Sampled accuracy of the trainer's policy in BF16: the same judge for every rollout dtype."""
-    if (output / "result.json").is_file():
-        return load_evaluation(output)
+    folders = [output / task.name if len(tasks) > 1 else output for task in tasks]
+    if all((folder / "result.json").is_file() for folder in folders):
+        return [load_evaluation(folder) for folder in folders]
     shutil.rmtree(output, ignore_errors=True)  # a stopped evaluation was of an engine that is gone
     generation = trainer.vllm_generation
     with RolloutEngine(
@@ -293,33 +339,42 @@ def _judge(
     ) as engine:
         with generation.named_params() as parameters:
             engine.sync(parameters)
-        return evaluate(
-            engine,
-            task,
-            run.eval_k,
-            max_tokens=config.max_completion_length,
-            temperature=run.eval_temperature,
-            output=output,
-            seed=config.seed,
-            tokenizer=trainer.processing_class,
-        )
+        return [
+            evaluate(
+                engine,
+                task,
+                run.eval_k,
+                max_tokens=config.max_completion_length,
+                temperature=run.eval_temperature,
+                output=folder,
+                seed=config.seed,
+                tokenizer=trainer.processing_class,
+            )
+            for task, folder in zip(tasks, folders, strict=True)
+        ]
 
 
-def _accuracy(evaluations: dict[str, Evaluation]) -> dict[str, Any]:
-    """Mean accuracy before and after and the gain, each with its 95 % interval over problems."""
-    if not evaluations:
+def _accuracy(before: list[Evaluation], after: list[Evaluation]) -> dict[str, Any]:
+    """Mean accuracy over the tasks before and after and the gain, each with its 95 % interval over problems."""
+    if not before:
         return {}
-    per_problem = {
-        name: evaluation.samples.groupby("id", sort=False)["correct"].mean().astype(float)
-        for name, evaluation in evaluations.items()
+    scores = {
+        name: [evaluation.samples.groupby("id")["correct"].mean().astype(float) for evaluation in evaluations]
+        for name, evaluations in (("before", before), ("after", after))
     }
     # The same problems before and after: the gain is paired, which makes its interval narrower.
-    per_problem["gain"] = per_problem["after"] - per_problem["before"]
-    scores = {}
-    for name, values in per_problem.items():
-        low, high = bootstrap_interval([values.to_numpy()])
-        scores[name] = {"mean": float(values.mean()), "interval": [float(low), float(high)]}
-    return {"problems": len(values), **scores}
+    scores["gain"] = [a - b for b, a in zip(scores["before"], scores["after"], strict=True)]
+    accuracy: dict[str, Any] = {"problems": sum(map(len, scores["gain"]))}
+    for name, tasks in scores.items():
+        low, high = bootstrap_interval([values.to_numpy() for values in tasks])
+        means = [float(values.mean()) for values in tasks]
+        accuracy[name] = {
+            "mean": sum(means) / len(means),
+            "interval": [float(low), float(high)],
+        }
+        if len(means) > 1:
+            accuracy[name]["tasks"] = dict(zip((e.settings["task"] for e in before), means, strict=True))
+    return accuracy
 
 
 class _Parser(TrlParser):

@@ -177,16 +177,33 @@ def test_one_repetition_has_no_whiskers():
     assert all(container.errorbar is not None for container in bars)
 
 
-def test_training_draws_means_over_seeds_and_their_range():
+def test_curves_draw_means_over_seeds_and_their_range():
     rows = [
-        {"run": run, "seed": seed, "step": step, "reward": 0.1 * step + 0.02 * seed, "kl": 1e-3 * (1 + seed)}
-        for run in ("int8-acr", "bf16-acr")
+        {
+            "arm": arm,
+            "seed": seed,
+            "step": step,
+            "reward": 0.1 * step + 0.02 * seed,
+            "mismatch/kl_k3": 1e-3 * (1 + seed),
+        }
+        for arm in ("INT8, ACR", "BF16")
         for seed in (0, 1)
         for step in (1, 2, 3)
     ]
-    reward, kl = plots.training(pd.DataFrame(rows)).axes
-    assert [text.get_text() for text in reward.get_legend().get_texts()] == ["int8-acr", "bf16-acr"]
+    figure = plots.curves(pd.DataFrame(rows))
+    reward, kl = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["INT8, ACR", "BF16"]
     assert reward.lines[0].get_ydata() == pytest.approx([0.11, 0.21, 0.31])
     band = reward.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((0.1, 0.32))
     assert kl.get_yscale() == "log"
+
+
+def test_windows_average_all_but_the_largest_weight():
+    steps = pd.RangeIndex(1, 11, name="step")
+    metrics = pd.DataFrame({"reward": range(10), "mismatch/w_max": range(10)}, index=steps)
+    table = plots.windowed(metrics, ["reward", "mismatch/w_max", "absent"], windows=3)
+    assert table["step"].tolist() == [4, 8, 10]
+    assert table["reward"].tolist() == [1.5, 5.5, 8.5]
+    assert table["mismatch/w_max"].tolist() == [3, 7, 9]
+    assert table["absent"].isna().all()

@@ -5,7 +5,7 @@ display. Colours are seaborn's colour-blind palette; what a mark means never res
 """
 
 from qurl.plots.quantized import logprobs, quantization
-from qurl.plots.runs import training
+from qurl.plots.runs import curves, run_curves, windowed
 from qurl.plots.speedup import speedup
 
-__all__ = ["logprobs", "quantization", "speedup", "training"]
+__all__ = ["curves", "logprobs", "quantization", "run_curves", "speedup", "windowed"]

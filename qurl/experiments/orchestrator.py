@@ -1,0 +1,358 @@
+"""Fills the matrix of runs: executes ``pipelines/train.ipynb`` for each, then the figures and tables that read them.
+
+Every run is a process of its own (papermill and its kernel), so that a crash ends one run and no other. What is
+finished is skipped, what was stopped goes on, and what another orchestrator has started is left to it.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from qurl.experiments.matrix import FIGURES, runs
+from qurl.experiments.specs import RunSpec
+from qurl.experiments.store import RunStore
+from qurl.notebook import project_root
+
+PIPELINES = ("fig_speedup", "fig_weight_update", *FIGURES)
+# A run that takes longer than this hangs.
+LIMIT_MINUTES = {"smoke": 15, "cpu": 180, "paper": 14 * 24 * 60}
+# What is expected of a run before one has finished here, seconds.
+_FIRST_GUESS = {"smoke": 60, "cpu": 300, "paper": 3 * 24 * 3600}
+# Checkpoints, samples and notebook of a run with the embedded model take a third of it.
+_FREE_BYTES = 200 << 20
+_POLL_SECONDS = 0.5
+_PROMOTED = (".svg", ".png", ".csv", ".json")
+
+
+@dataclass
+class _Job:
+    spec: RunSpec
+    process: subprocess.Popen
+    log: IO
+    slot: int
+    claim: contextlib.ExitStack
+    started: float = field(default_factory=time.monotonic)
+
+
+def train_command(spec: RunSpec, store: RunStore) -> list[str]:
+    """The papermill command of a run; the executed notebook goes into its folder."""
+    notebook = project_root() / "pipelines" / "train.ipynb"
+    parameters = {
+        name: value
+        for name, value in spec.model_dump().items()
+        if value != RunSpec.model_fields[name].default
+    }
+    command = ["papermill", str(notebook), str(store.folder(spec) / "train.ipynb"), "-k", "python3"]
+    for name, value in (parameters | {"runs_dir": str(store.root)}).items():
+        command += ["-p", name, str(value)]
+    return [*command, "--log-output", "--no-progress-bar"]
+
+
+def figure_command(figure: str, preset: str, seeds: int, store: RunStore) -> list[str]:
+    """The papermill command of a figure or table; the executed notebook goes beside its results."""
+    folder = store.root / figure / preset
+    command = ["papermill", str(project_root() / "pipelines" / f"{figure}.ipynb")]
+    command += [str(folder / f"{figure}.ipynb"), "-k", "python3"]
+    parameters = {"preset": preset, "output_dir": str(folder)}
+    if figure in FIGURES:
+        parameters |= {"seeds": seeds, "runs_dir": str(store.root)}
+    for name, value in parameters.items():
+        command += ["-p", name, str(value)]
+    return [*command, "--log-output", "--no-progress-bar"]
+
+
+class Orchestrator:
+    """Executes runs, some at a time, each on cores of its own.
+
+    Parameters
+    ----------
+    store : RunStore
+    jobs : int
+        Runs at a time. On two cores two runs with a core each do 1.25 times the work of one run with both.
+    limit_minutes : float, optional
+        After which a run is stopped; it can go on from its last checkpoint.
+    report : callable
+        Takes a line whenever something has changed.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        jobs: int = 1,
+        limit_minutes: float | None = None,
+        report: Callable[[str], None] = print,
+    ):
+        self.store, self.jobs, self.limit_minutes, self.report = store, jobs, limit_minutes, report
+        self.failed: dict[RunSpec, str] = {}
+        self._running: list[_Job] = []
+        self._seconds: list[float] = []
+
+    def fill(self, specs: Sequence[RunSpec]) -> bool:
+        """Execute what is not finished.
+
+        Returns
+        -------
+        bool
+            Whether all of ``specs`` are finished now.
+
+        Raises
+        ------
+        OSError
+            If the disk is full; what is finished stays.
+        KeyboardInterrupt
+            After the running ones have been stopped.
+        """
+        waiting = [spec for spec in specs if self.store.state(spec) != "finished"]
+        self._seconds = [run.result["seconds"] for run in self.store.finished(specs)]
+        self.report(self._progress(specs, waiting))
+        try:
+            while waiting or self._running:
+                before = (len(waiting), len(self._running), len(self.failed))
+                self._collect()
+                waiting = self._start(waiting)
+                if (len(waiting), len(self._running), len(self.failed)) != before:
+                    self.report(self._progress(specs, waiting))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for job in self._running:
+                self._stop(job, "stopped")
+            self._running = []
+        return all(self.store.state(spec) == "finished" for spec in specs)
+
+    def _start(self, waiting: list[RunSpec]) -> list[RunSpec]:
+        """Start what there is room for; returns what still waits."""
+        left = []
+        for spec in waiting:
+            if len(self._running) >= self.jobs:
+                left.append(spec)
+                continue
+            if self.store.state(spec) == "finished":  # by another orchestrator
+                continue
+            claim = contextlib.ExitStack()
+            if self.store.state(spec) == "running" or not claim.enter_context(self.store.claim(spec)):
+                claim.close()
+                left.append(spec)
+                continue
+            free = shutil.disk_usage(self.store.root).free
+            if free < _FREE_BYTES:
+                claim.close()
+                raise OSError(
+                    f"{self.store.root} has {free >> 20} MiB left, and a run needs {_FREE_BYTES >> 20}: make room, and "
+                    "start again; what is finished stays."
+                )
+            self._running.append(self._launch(spec, claim))
+        return left
+
+    def _launch(self, spec: RunSpec, claim: contextlib.ExitStack) -> _Job:
+        slot = min(set(range(self.jobs)) - {job.slot for job in self._running})
+        log = open(self.store.folder(spec) / "train.log", "a")  # noqa: SIM115 (closed when the run ends)
+        command = [sys.executable, "-m", *train_command(spec, self.store)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | self._threads(),
+            start_new_session=True,  # its kernel and engine are stopped with it
+            preexec_fn=lambda: self._pin(slot),
+        )
+        self.report(f"started {spec.experiment}/{spec.name}")
+        return _Job(spec, process, log, slot, claim)
+
+    def _cores(self) -> list[int]:
+        return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+    def _threads(self) -> dict[str, str]:
+        cores = len(self._cores())
+        return {"OMP_NUM_THREADS": str(max(1, cores // self.jobs))} if self.jobs > 1 and cores else {}
+
+    def _pin(self, slot: int) -> None:
+        cores = self._cores()
+        mine = cores[slot :: self.jobs]
+        if self.jobs > 1 and mine:
+            os.sched_setaffinity(0, mine)
+
+    def _collect(self) -> None:
+        """Note what has ended, and stop what takes too long."""
+        limit = (
+            60 * (self.limit_minutes or LIMIT_MINUTES[self._running[0].spec.preset]) if self._running else 0
+        )
+        for job in list(self._running):
+            seconds = time.monotonic() - job.started
+            if job.process.poll() is None and seconds < limit:
+                continue
+            self._running.remove(job)
+            name = f"{job.spec.experiment}/{job.spec.name}"
+            if job.process.returncode is None:
+                self._stop(job, f"took longer than {limit / 60:g} minutes")
+            elif self.store.state(job.spec) == "finished":
+                self._close(job)
+                self._seconds.append(seconds)
+                self.report(f"finished {name} in {seconds:.0f} s")
+                continue
+            else:
+                self._close(job)
+                self.failed[job.spec] = _last_line(job.log.name)
+            self.report(f"FAILED {name}: {self.failed[job.spec]} (log: {job.log.name})")
+
+    def _stop(self, job: _Job, why: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(10)
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+        self.failed[job.spec] = why
+        self._close(job)
+
+    def _close(self, job: _Job) -> None:
+        with contextlib.suppress(ProcessLookupError):  # a kernel that has outlived papermill
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.log.close()
+        job.claim.close()
+
+    def _progress(self, specs: Sequence[RunSpec], waiting: Sequence[RunSpec]) -> str:
+        states = Counter(self.store.state(spec) for spec in specs)
+        line = f"{states['finished']} of {len(specs)} runs finished, {len(self._running)} running, {len(waiting)} left"
+        if self.failed:
+            line += f", {len(self.failed)} failed"
+        if waiting or self._running:
+            each = statistics.fmean(self._seconds) if self._seconds else _FIRST_GUESS[specs[0].preset]
+            left = each * (len(waiting) + len(self._running) / 2) / self.jobs
+            line += f"; about {_duration(left)} to go"
+        return line
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{max(1, round(seconds / 60))} min"
+
+
+def _last_line(log: str) -> str:
+    """What a failed process said last that is not part of a notebook's cell."""
+    lines = [line.strip() for line in Path(log).read_text(errors="replace").splitlines()]
+    telling = [line for line in lines if line and not set(line) <= set("-^~ ")]
+    errors = [line for line in telling if "Error" in line.split(":")[0]]
+    return (errors or telling or ["no output"])[-1][:300]
+
+
+def reproduce(
+    preset: str = "cpu",
+    only: Sequence[str] = (),
+    seeds: int = 3,
+    *,
+    runs_dir: str | os.PathLike = "",
+    jobs: int = 0,
+    limit_minutes: float | None = None,
+    dry_run: bool = False,
+    train_only: bool = False,
+    promote: bool | None = None,
+    report: Callable[[str], None] = print,
+) -> bool:
+    """Make every run that the figures and tables need, then these.
+
+    Parameters
+    ----------
+    preset : {"smoke", "cpu", "paper"}
+    only : sequence of str
+        Some of ``PIPELINES``; empty: all.
+    seeds : int
+        Seeds 0, 1 ... of each arm.
+    runs_dir : str or path
+        Of the run store; empty: ``runs`` in the project's root.
+    jobs : int
+        Runs at a time; 0: one a core for the presets of the embedded model, one for the preset "paper".
+    limit_minutes : float, optional
+        Of a run.
+    dry_run : bool
+        Report the commands and nothing else.
+    train_only : bool
+        Leave the figures out.
+    promote : bool, optional
+        Copy small results to ``data/results``; default: all presets but "smoke".
+    report : callable
+        Takes a line.
+
+    Returns
+    -------
+    bool
+        Whether everything is there now.
+
+    Raises
+    ------
+    ValueError
+        For arguments that are not possible.
+    """
+    figures = list(only) or list(PIPELINES)
+    for name in figures:
+        if name not in PIPELINES:
+            raise ValueError(f"only={name!r} is not possible: use some of {', '.join(PIPELINES)}.")
+    if preset not in LIMIT_MINUTES:
+        raise ValueError(f"preset={preset!r} is not possible: use one of {', '.join(LIMIT_MINUTES)}.")
+    for name, value, least in (("seeds", seeds, 1), ("jobs", jobs, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value} is not possible: use a whole number from {least}.")
+    store = RunStore(runs_dir)
+    specs = runs([figure for figure in figures if figure in FIGURES], preset, range(seeds))
+    if dry_run:
+        for command in _commands(specs, figures, preset, seeds, store, train_only):
+            report(command)
+        return True
+    orchestrator = Orchestrator(
+        store,
+        jobs or (1 if preset == "paper" else os.cpu_count() or 1),
+        limit_minutes,
+        report,
+    )
+    complete = orchestrator.fill(specs)
+    if train_only:
+        return complete
+    for figure in figures:
+        complete &= _draw(
+            figure, preset, seeds, store, report, preset != "smoke" if promote is None else promote
+        )
+    return complete
+
+
+def _commands(specs, figures, preset, seeds, store, train_only) -> Iterator[str]:
+    for spec in specs:
+        note = {"finished": "  # finished", "running": "  # running"}.get(store.state(spec), "")
+        yield " ".join(train_command(spec, store)) + note
+    if not train_only:
+        for figure in figures:
+            yield " ".join(figure_command(figure, preset, seeds, store))
+
+
+def _draw(figure: str, preset: str, seeds: int, store: RunStore, report, promote: bool) -> bool:
+    folder = store.root / figure / preset
+    folder.mkdir(parents=True, exist_ok=True)
+    report(f"drawing {figure}")
+    log = folder / f"{figure}.log"
+    with open(log, "w") as stream:
+        command = [sys.executable, "-m", *figure_command(figure, preset, seeds, store)]
+        code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+    if code:
+        report(f"FAILED {figure}: {_last_line(str(log))} (log: {log})")
+        return False
+    for claim in json.loads((folder / "result.json").read_text()).get("claims", []):
+        report(f"  {claim['claim']}: {claim['verdict']}")
+    if promote:
+        target = project_root() / "data" / "results" / figure / preset
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(folder.iterdir()):
+            if file.suffix in _PROMOTED:
+                partial = target / f".{file.name}.partial"
+                shutil.copyfile(file, partial)
+                os.replace(partial, target / file.name)
+        report(f"  results: {target}")
+    return True

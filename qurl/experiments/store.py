@@ -1,0 +1,119 @@
+"""Where runs are kept: ``runs/<experiment>/<name computed from the parameters>/``.
+
+A run's folder holds ``config.yaml``, ``metrics.csv``, ``result.json`` (written last: a run with it is finished), the
+executed notebook, its log, samples and checkpoints, as `qurl.training.train` leaves them.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from qurl.experiments.specs import RunSpec
+from qurl.notebook import output_folder
+
+
+class Run(NamedTuple):
+    """A finished run: its parameters, what ``result.json`` holds, and a row per logged step."""
+
+    spec: RunSpec
+    result: dict[str, Any]
+    metrics: pd.DataFrame
+
+
+class RunStore:
+    """The runs below one folder.
+
+    Parameters
+    ----------
+    root : str or path, optional
+        Relative paths start at the project's root; default ``runs``.
+    """
+
+    def __init__(self, root: str | os.PathLike = ""):
+        self.root = output_folder(str(root))
+
+    def folder(self, spec: RunSpec) -> Path:
+        """Of a run, whether it is there or not."""
+        return self.root / spec.experiment / spec.name
+
+    def state(self, spec: RunSpec) -> str:
+        """ "finished", "running" (in any process of this machine), "stopped" (goes on where it was) or "missing"."""
+        folder = self.folder(spec)
+        if (folder / "result.json").is_file():
+            return "finished"
+        if not (folder / ".lock").is_file():
+            return "missing"
+        try:
+            with FileLock(folder / ".lock", timeout=0):
+                return "stopped"
+        except Timeout:
+            return "running"
+
+    @contextlib.contextmanager
+    def claim(self, spec: RunSpec) -> Iterator[bool]:
+        """Hold the right to start a run; False where another orchestrator holds it. A killed one holds it no longer."""
+        folder = self.folder(spec)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".claim", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def load(self, spec: RunSpec) -> Run:
+        """A finished run.
+
+        Raises
+        ------
+        FileNotFoundError
+            If it is not finished, or a file of it is gone, with the command that makes it.
+        """
+        folder = self.folder(spec)
+        try:
+            result = json.loads((folder / "result.json").read_text())
+            metrics = pd.read_csv(folder / "metrics.csv", index_col="step")
+        except FileNotFoundError as error:
+            if (folder / "result.json").is_file():
+                raise FileNotFoundError(
+                    f"{error.filename} is gone from a finished run: delete the folder, and the run is repeated."
+                ) from None
+            raise FileNotFoundError(f"{folder} holds no finished run: qurl reproduce makes it.") from None
+        except (json.JSONDecodeError, ValueError) as error:
+            raise ValueError(
+                f"{folder} holds a damaged run ({error}): delete the folder, and it is repeated."
+            ) from None
+        return Run(spec, result, metrics)
+
+    def finished(self, specs: Iterable[RunSpec]) -> list[Run]:
+        """Those of ``specs`` that are finished, in their order."""
+        return [self.load(spec) for spec in specs if self.state(spec) == "finished"]
+
+    def __iter__(self) -> Iterator[Run]:
+        """All finished runs of the store that come from a spec."""
+        for file in sorted(self.root.glob("*/*/result.json")):
+            spec = json.loads(file.read_text()).get("spec")
+            if spec and file.parent == self.folder(parsed := RunSpec(**spec)):
+                yield self.load(parsed)
+
+    def table(self) -> pd.DataFrame:
+        """One row per finished run: its parameters, accuracy before and after (in %), steps, seconds and commit."""
+        return pd.DataFrame([summary_row(run) for run in self])
+
+
+def summary_row(run: Run) -> dict[str, Any]:
+    """A run in one row; accuracies in %."""
+    accuracy = run.result.get("accuracy") or {}
+    scores = {name: 100 * accuracy[name]["mean"] for name in ("before", "after", "gain") if name in accuracy}
+    about = {name: run.result.get(name) for name in ("steps", "seconds", "date", "git_commit")}
+    return run.spec.model_dump() | scores | about
