@@ -1,0 +1,194 @@
+"""From finished runs to the numbers of a figure: a row per run, curves, means over seeds with intervals, verdicts.
+
+Intervals over seeds are Student's t at 95 %. Two arms are compared by their difference under the same seed, which has
+the same start, prompts and order; a claim counts as reproduced if the whole interval lies on its side.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+from scipy import stats
+
+from qurl.experiments.matrix import arms
+from qurl.experiments.specs import RunSpec
+from qurl.experiments.store import Run, RunStore
+from qurl.plots import windowed
+
+CONFIDENCE = 0.95
+CURVES = (
+    "reward",
+    "mismatch/kl_k3",
+    "mismatch/w_max",
+    "clip_ratio/region_mean",
+    "clip_ratio/high_mean",
+    "rollout/codes_changed",
+)
+# First and last part of a run: a tenth of its steps.
+_PART = 10
+
+
+class Results(NamedTuple):
+    """What the store holds of a figure.
+
+    Attributes
+    ----------
+    runs : pandas.DataFrame
+        A row per finished run: ``experiment``, ``arm``, ``label``, ``seed`` and the `measures` of it.
+    curves : pandas.DataFrame
+        ``experiment``, ``arm`` (its label), ``seed``, ``step`` and the metrics ``CURVES`` in windows of steps.
+    missing : list of RunSpec
+    """
+
+    runs: pd.DataFrame
+    curves: pd.DataFrame
+    missing: list[RunSpec]
+
+
+def measures(run: Run) -> dict[str, float]:
+    """The numbers of a run that claims are about.
+
+    Returns
+    -------
+    dict
+        ``before``, ``after``, ``gain``: held-out accuracy in %, percentage points for the gain. ``reward_last``,
+        ``kl_first``, ``kl_last``: means over the first and last tenth of the steps; ``kl_growth``: the ratio of the
+        two. ``w_max``: of the whole run. ``clip_peak``: largest share of clipped tokens in a window of the run, %;
+        ``codes_changed``: mean share of codes that a sync changes, %.
+    """
+    accuracy = run.result.get("accuracy") or {}
+    row = {name: 100 * accuracy[name]["mean"] for name in ("before", "after", "gain") if name in accuracy}
+    metrics = run.metrics.reindex(columns=list(CURVES))
+    first, last = metrics.index.max() / _PART, metrics.index.max() * (1 - 1 / _PART)
+    early, late = metrics[metrics.index <= max(first, metrics.index.min())], metrics[metrics.index > last]
+    kl_first, kl_last = early["mismatch/kl_k3"].mean(), late["mismatch/kl_k3"].mean()
+    return row | {
+        "reward_last": late["reward"].mean(),
+        "kl_first": kl_first,
+        "kl_last": kl_last,
+        "kl_growth": kl_last / kl_first,
+        "w_max": metrics["mismatch/w_max"].max(),
+        "clip_peak": 100 * windowed(run.metrics, CURVES)["clip_ratio/region_mean"].max(),
+        "codes_changed": 100 * metrics["rollout/codes_changed"].mean(),
+        "steps": run.result["steps"],
+        "minutes": run.result["seconds"] / 60,
+    }
+
+
+def collect(store: RunStore, figure: str, preset: str, seeds: int) -> Results:
+    """Read the finished runs of a figure's arms."""
+    rows, curves, missing = [], [], []
+    for arm in arms(figure, preset):
+        for seed in range(seeds):
+            spec = arm.run(preset, seed)
+            if store.state(spec) != "finished":
+                missing.append(spec)
+                continue
+            run = store.load(spec)
+            about = {"experiment": spec.experiment, "arm": arm.key, "label": arm.label, "seed": seed}
+            rows.append(about | measures(run))
+            curves.append(windowed(run.metrics, CURVES).assign(**about | {"arm": arm.label}))
+    if not rows:
+        return Results(pd.DataFrame(columns=["arm"]), pd.DataFrame(), missing)
+    return Results(pd.DataFrame(rows), pd.concat(curves, ignore_index=True), missing)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of a few seeds and its 95 % interval by Student's t; NaN for the interval of a single one."""
+    values = pd.Series(values, dtype=float).dropna()
+    mean = values.mean()
+    if len(values) < 2:
+        return mean, math.nan, math.nan
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.sem()
+    return mean, mean - half, mean + half
+
+
+def scores(runs: pd.DataFrame, measure: str = "after", paper: dict[str, float] | None = None) -> pd.DataFrame:
+    """Per arm: mean over seeds, interval, number of seeds, and the paper's value.
+
+    Parameters
+    ----------
+    runs : pandas.DataFrame
+        From `collect`.
+    measure : str
+        See `measures`.
+    paper : dict, optional
+        Value by arm.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``arm``, ``label``, ``mean``, ``low``, ``high``, ``seeds``, ``paper``.
+    """
+    rows = []
+    for (arm, label), group in runs.groupby(["arm", "label"], sort=False):
+        mean, low, high = mean_interval(group[measure])
+        rows.append({"arm": arm, "label": label, "mean": mean, "low": low, "high": high, "seeds": len(group)})
+    table = pd.DataFrame(rows)
+    return table.assign(paper=table["arm"].map(paper or {}).astype(float))
+
+
+class Claim(NamedTuple):
+    """A statement of the paper, as a comparison.
+
+    Attributes
+    ----------
+    text : str
+    paper : str
+        Its numbers.
+    measure : str
+        See `measures`.
+    left : str
+        An arm.
+    relation : {">", "<", "="}
+        Of left to right. "=" is a question of ours: nothing is claimed, the interval is reported.
+    right : str or float
+        Another arm, or a number.
+    """
+
+    text: str
+    paper: str
+    measure: str
+    left: str
+    relation: str
+    right: str | float
+
+
+def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
+    """A claim beside what was measured.
+
+    Returns
+    -------
+    dict
+        ``claim``, ``paper``, ``ours`` (text), ``verdict``: "reproduced", "not reproduced" or "not testable with this
+        preset"; ``reason``; ``difference``, ``low``, ``high``, ``seeds``.
+    """
+    by_seed = {arm: group.set_index("seed")[claim.measure] for arm, group in runs.groupby("arm")}
+    told = {"claim": claim.text, "paper": claim.paper, "ours": "", "verdict": "not testable with this preset"}
+    sides = [side for side in (claim.left, claim.right) if isinstance(side, str)]
+    if absent := [side for side in sides if side not in by_seed]:
+        return told | {"reason": f"no finished run of {absent[0]}"}
+    right = by_seed[claim.right] if isinstance(claim.right, str) else claim.right
+    differences = (by_seed[claim.left] - right).dropna()
+    mean, low, high = mean_interval(differences)
+    numbers = {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
+    against = claim.right if isinstance(claim.right, str) else f"{claim.right:g}"
+    told |= numbers | {
+        "ours": f"{claim.measure}, {claim.left} minus {against}: {mean:+.3g} ({low:+.3g} to {high:+.3g}, "
+        f"{len(differences)} seeds)"
+    }
+    if preset == "smoke":
+        return told | {"reason": "a few steps say nothing"}
+    if len(differences) < 2:
+        return told | {"reason": "one seed has no interval"}
+    if claim.relation == "=":
+        told["verdict"] = "no difference shown" if low <= 0 <= high else "they differ"
+        return told | {"reason": "a question of ours, which the paper does not ask"}
+    sign = 1 if claim.relation == ">" else -1
+    if min(sign * low, sign * high) > 0:
+        return told | {"verdict": "reproduced", "reason": "the whole interval is on the claim's side"}
+    told["verdict"] = "not reproduced"
+    if max(sign * low, sign * high) < 0:
+        return told | {"reason": "the opposite is shown"}
+    return told | {"reason": "the interval contains no difference"}
