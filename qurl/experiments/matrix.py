@@ -8,8 +8,9 @@ from qurl.experiments.specs import RunSpec
 
 
 class Arm(NamedTuple):
-    """One column of a table or curve of a figure: how it is called, and the parameters that make it."""
+    """One column of a table or curve of a figure: its name for claims, its name for people, its parameters."""
 
+    key: str
     label: str
     spec: dict[str, Any]
 
@@ -32,20 +33,18 @@ _LONG = {"smoke": 8, "cpu": 3000, "paper": 0}
 def _arm(experiment: str, dtype: str, objective: str, preset: str, **more: Any) -> Arm:
     # The embedded model is too easy for 8-bit codes: DAPO and DeepScaleR run with fewer code levels, and say so.
     bits = STRESS_BITS if preset != "paper" and experiment != "gsm8k" and dtype == "int8" else 8
-    if dtype == "bf16":
-        label = "BF16"
-    else:
-        label = f"{dtype.upper()}{f' {bits}-bit codes' if bits != 8 else ''}, {_LABELS[objective]}"
+    key, label = (dtype, "BF16") if dtype == "bf16" else (f"{dtype}-{objective}", dtype.upper())
+    if dtype != "bf16":
+        label += f"{f' {bits}-bit codes' if bits != 8 else ''}, {_LABELS[objective]}"
     if (scale := more.get("uaq_scale", 1)) != 1:
-        label += (
-            f" + UAQ {scale:g}" if more.get("uaq_mode", "fold") == "fold" else f" + rates of UAQ {scale:g}"
-        )
+        control = more.get("uaq_mode", "fold") != "fold"
+        key += f"-uaq{scale:g}" + ("rates" if control else "")
+        label += f" + rates of UAQ {scale:g}" if control else f" + UAQ {scale:g}"
     if (factor := more.get("learning_rate_factor", 1)) != 1:
+        key += f"-lr{factor:g}x"
         label += f", {factor:g} × rate"
-    return Arm(
-        label,
-        {"experiment": experiment, "dtype": dtype, "objective": objective, "code_bits": bits} | more,
-    )
+    spec = {"experiment": experiment, "dtype": dtype, "objective": objective, "code_bits": bits}
+    return Arm(key, label, spec | more)
 
 
 def _gsm8k(preset: str) -> list[Arm]:

@@ -84,6 +84,8 @@ class Orchestrator:
         After which a run is stopped; it can go on from its last checkpoint.
     report : callable
         Takes a line whenever something has changed.
+    command : callable
+        ``(spec, store) -> arguments`` of the Python interpreter's ``-m``.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Orchestrator:
         jobs: int = 1,
         limit_minutes: float | None = None,
         report: Callable[[str], None] = print,
+        command: Callable[[RunSpec, RunStore], list[str]] = train_command,
     ):
-        self.store, self.jobs, self.limit_minutes, self.report = store, jobs, limit_minutes, report
+        self.store, self.jobs, self.limit_minutes = store, jobs, limit_minutes
+        self.report, self.command = report, command
         self.failed: dict[RunSpec, str] = {}
         self._running: list[_Job] = []
         self._seconds: list[float] = []
@@ -157,7 +161,7 @@ class Orchestrator:
     def _launch(self, spec: RunSpec, claim: contextlib.ExitStack) -> _Job:
         slot = min(set(range(self.jobs)) - {job.slot for job in self._running})
         log = open(self.store.folder(spec) / "train.log", "a")  # noqa: SIM115 (closed when the run ends)
-        command = [sys.executable, "-m", *train_command(spec, self.store)]
+        command = [sys.executable, "-m", *self.command(spec, self.store)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -170,16 +174,11 @@ class Orchestrator:
         self.report(f"started {spec.experiment}/{spec.name}")
         return _Job(spec, process, log, slot, claim)
 
-    def _cores(self) -> list[int]:
-        return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
     def _threads(self) -> dict[str, str]:
-        cores = len(self._cores())
-        return {"OMP_NUM_THREADS": str(max(1, cores // self.jobs))} if self.jobs > 1 and cores else {}
+        return {"OMP_NUM_THREADS": str(max(1, core_count() // self.jobs))} if self.jobs > 1 else {}
 
     def _pin(self, slot: int) -> None:
-        cores = self._cores()
-        mine = cores[slot :: self.jobs]
+        mine = _cores()[slot :: self.jobs]
         if self.jobs > 1 and mine:
             os.sched_setaffinity(0, mine)
 
@@ -232,6 +231,15 @@ class Orchestrator:
             left = each * (len(waiting) + len(self._running) / 2) / self.jobs
             line += f"; about {_duration(left)} to go"
         return line
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(_cores()) or os.cpu_count() or 1
 
 
 def _duration(seconds: float) -> str:
@@ -310,7 +318,7 @@ def reproduce(
         return True
     orchestrator = Orchestrator(
         store,
-        jobs or (1 if preset == "paper" else os.cpu_count() or 1),
+        jobs or (1 if preset == "paper" else core_count()),
         limit_minutes,
         report,
     )

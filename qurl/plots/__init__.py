@@ -5,7 +5,7 @@ display. Colours are seaborn's colour-blind palette; what a mark means never res
 """
 
 from qurl.plots.quantized import logprobs, quantization
-from qurl.plots.runs import curves, run_curves, windowed
+from qurl.plots.runs import convergence, curves, run_curves, scores, windowed
 from qurl.plots.speedup import speedup
 
-__all__ = ["curves", "logprobs", "quantization", "run_curves", "speedup", "windowed"]
+__all__ = ["convergence", "curves", "logprobs", "quantization", "run_curves", "scores", "speedup", "windowed"]

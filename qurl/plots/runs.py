@@ -8,6 +8,8 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from qurl.plots.style import PALETTE
+
 _PANELS = {
     "reward": "Reward of the sampled completions",
     "mismatch/kl_k3": "KL(behaviour‖proximal), nats per token",
@@ -52,6 +54,7 @@ def curves(
     panels: Sequence[str] = ("reward", "mismatch/kl_k3"),
     *,
     title: str = "",
+    references: dict[str, Sequence[tuple[float, str]]] | None = None,
     legend_columns: int = 3,
 ) -> Figure:
     """Metrics of runs over their optimizer steps, a panel each.
@@ -67,6 +70,8 @@ def curves(
     panels : sequence of str
         Metrics of `qurl.diagnostics.METRICS` or of TRL.
     title : str
+    references : dict, optional
+        By panel: values that the paper reports, with their labels, drawn as dashed lines.
     legend_columns : int
 
     Returns
@@ -92,6 +97,19 @@ def curves(
             legend=ax is axes[0],
         )
         ax.set(xlabel="Optimizer step", ylabel=_PANELS.get(name, name))
+        for value, label in (references or {}).get(name, ()):
+            ax.axhline(value, color="0.35", linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+            # At the right edge, above the line and within the panel.
+            ax.annotate(
+                label,
+                (1, value),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize="small",
+                color="0.25",
+            )
         if name in _LOGARITHMIC:
             ax.set_yscale("log")
         else:
@@ -114,6 +132,81 @@ def curves(
     return figure
 
 
+def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title: str = "") -> Figure:
+    """A table of the paper as a figure: held-out accuracy of each arm here, beside what the paper reports.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        From `qurl.experiments.results.scores`: ``label``, ``mean``, ``low``, ``high`` (NaN without interval), ``paper``
+        (NaN where the paper has no such arm), all in %.
+    seeds : pandas.DataFrame
+        A row per run: ``label``, ``after``.
+    paper_title : str
+        Of the paper's panel: other model, other task, so no common axis.
+    title : str
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    labels = list(table["label"])
+    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
+        figure = Figure(figsize=(13, 1.6 + 0.5 * len(labels)), layout="constrained")
+        ours, paper = figure.subplots(1, 2, sharey=True, width_ratios=(1.4, 1))
+    rows = np.arange(len(labels))
+    ours.scatter(
+        seeds["after"],
+        seeds["label"].map(dict(zip(labels, rows, strict=True))),
+        s=22,
+        facecolors="none",
+        edgecolors="0.45",
+        label="one seed",
+        zorder=2,
+    )
+    errors = np.vstack([table["mean"] - table["low"], table["high"] - table["mean"]])
+    ours.errorbar(
+        table["mean"],
+        rows,
+        xerr=np.nan_to_num(errors),
+        fmt="D",
+        markersize=7,
+        capsize=4,
+        color=PALETTE[0],
+        label="mean, 95 % interval over seeds",
+        zorder=3,
+    )
+    ours.set(xlabel="Held-out accuracy (%)", title="Here")
+    ours.set_yticks(rows, labels)
+    ours.set_ylim(len(labels) - 0.5, -0.5)
+    paper.scatter(table["paper"], rows, marker="s", s=52, color=PALETTE[3], label="reported", zorder=3)
+    for row, value in zip(rows, table["paper"], strict=True):
+        if np.isnan(value):
+            paper.annotate(
+                "not in the paper",
+                (0.5, row),
+                xycoords=("axes fraction", "data"),
+                ha="center",
+                va="center",
+                fontsize="small",
+                color="0.4",
+            )
+        else:
+            paper.annotate(
+                f"{value:.4g}",
+                (value, row),
+                xytext=(9, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+            )
+    paper.margins(x=0.18)
+    paper.set(xlabel="Accuracy (%)", title=f"The paper, {paper_title}")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
 def run_curves(metrics: pd.DataFrame, *, title: str = "") -> Figure:
     """`curves` of one run: reward, mismatch and clipping.
 
@@ -129,3 +222,56 @@ def run_curves(metrics: pd.DataFrame, *, title: str = "") -> Figure:
     """
     panels = ("reward", "mismatch/kl_k3", "clip_ratio/region_mean")
     return curves(windowed(metrics, panels).assign(arm="this run", seed=0), panels, title=title)
+
+
+_PANEL_TITLES = {"dapo": "DAPO", "gsm8k": "GSM8K", "deepscaler": "DeepScaleR"}
+
+
+def convergence(table: pd.DataFrame, *, title: str = "") -> Figure:
+    """Figs. 5 to 7 of arXiv 2602.13953: reward over the steps, a panel for each experiment and dtype.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        ``experiment``, ``arm`` (its label, which begins with the dtype), ``seed``, ``step``, ``reward``. BF16 is drawn
+        in every panel of its experiment.
+    title : str
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    dtypes = table["arm"].str.extract(r"^(\w+)")[0]
+    panels = [
+        (experiment, dtype)
+        for experiment, dtype in dict.fromkeys(zip(table["experiment"], dtypes, strict=True))
+        if dtype != "BF16"
+    ]
+    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
+        figure = Figure(figsize=(6.6 * max(len(panels), 1), 7), layout="constrained")
+        axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
+    for ax, (experiment, dtype) in zip(axes, panels, strict=False):
+        shown = table[(table["experiment"] == experiment) & dtypes.isin(["BF16", dtype])]
+        arms = list(dict.fromkeys(shown["arm"]))
+        sns.lineplot(
+            shown,
+            x="step",
+            y="reward",
+            hue="arm",
+            style="arm",
+            hue_order=arms,
+            style_order=arms,
+            palette=sns.color_palette("colorblind", len(arms)),
+            errorbar=lambda values: (values.min(), values.max()),
+            ax=ax,
+        )
+        ax.set(
+            xlabel="Optimizer step",
+            ylabel=_PANELS["reward"],
+            title=f"{_PANEL_TITLES[experiment]}, {dtype}",
+        )
+        # Below the panel: eight curves leave no room within it.
+        sns.move_legend(ax, "upper center", bbox_to_anchor=(0.5, -0.14), ncols=1, title=None, frameon=False)
+    axes[0].set_ylim(bottom=0)
+    figure.suptitle(title)
+    return figure
