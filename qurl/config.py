@@ -296,6 +296,9 @@ class QuRLConfig(GRPOConfig):
                 f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} is not possible yet: use 1, one engine "
                 "per training process."
             )
+        if self.vllm_max_model_length is not None:
+            least = self.max_completion_length + 1
+            arguments.whole_number("vllm_max_model_length", self.vllm_max_model_length, least)
         for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")

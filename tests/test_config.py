@@ -93,6 +93,7 @@ def test_docstring_and_help_name_every_added_field():
         ({"vllm_mode": "server"}, "vllm_mode='server'"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
+        ({"vllm_max_model_length": 256, "max_completion_length": 256}, "vllm_max_model_length=256"),
         ({"max_completion_length": None}, "max_completion_length=None"),
     ],
 )

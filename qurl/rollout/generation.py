@@ -83,6 +83,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.folder = Path(self._temporary.name)
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         config = type(policy.config).from_dict(policy.config.to_dict())
+        self._longest = getattr(config, "max_position_embeddings", None)
+        if self.max_model_length and self._longest and self.max_model_length > self._longest:
+            raise ValueError(
+                f"vllm_max_model_length={self.max_model_length} exceeds what the model was trained for: use at most "
+                f"{self._longest}."
+            )
         # The architecture, whatever class holds it here (a wrapper's name would mean nothing to vLLM).
         config.architectures = [type(policy).__name__]
         config.eos_token_id = self.stop_token_ids
@@ -142,12 +148,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     @contextmanager
     def named_params(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The policy's parameters, whole and with adapters merged, one at a time; a collective operation.
+        """What an engine is given: the policy's parameters, whole, adapters merged, cast where the cast is quantized.
 
-        Closed at the end of the context, also when the walk is broken off: only then are adapters taken out again.
+        One at a time; a collective operation. At the end of the context, also when the walk is broken off, adapters
+        are taken out again.
         """
         with closing(self._iter_named_params()) as parameters:
-            yield parameters
+            yield map(self._cast, parameters)
 
     def _cast(self, named_param: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
         name, tensor = named_param
@@ -160,7 +167,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _sync(self, dtype: str) -> SyncReport:
         with self.named_params() as parameters:
-            report = self._engine(dtype).sync(map(self._cast, parameters), check=self.check)
+            report = self._engine(dtype).sync(parameters, check=self.check)
         self._synced[dtype] = self._version
         return report
 
@@ -183,6 +190,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """
         if images is not None:
             raise ValueError("quantized rollouts are of text alone: leave images out of the dataset.")
+        self._require_room(prompts)
         if self._synced.get(self.dtype) != self._version:
             self.last_sync = self._sync(self.dtype)
         with profiler or nullcontext():
@@ -193,6 +201,16 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logps = [[[logp] for logp in sequence] for sequence in rollouts.logps]
         ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]
         return prompts, rollouts.completion_ids, logps, ids
+
+    def _require_room(self, prompts: list[list[int]]) -> None:
+        length = self._engine(self.dtype).max_model_len
+        room, longest = length - self.max_completion_length, max(map(len, prompts), default=0)
+        if longest > room:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_completion_length={self.max_completion_length} exceed "
+                f"vllm_max_model_length={length}: raise vllm_max_model_length (the model's own limit is "
+                f"{self._longest}), lower max_completion_length, or leave out prompts of more than {room} tokens."
+            )
 
     @property
     def max_tokens_scored(self) -> int:
