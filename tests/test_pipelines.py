@@ -13,9 +13,17 @@ import pytest
 
 from qurl import notebook
 from qurl.benchmark import PRESETS, QuickstartConfig, SpeedupConfig
+from qurl.experiments import TrainConfig
+from qurl.experiments.figures import FigureConfig
+from qurl.experiments.matrix import FIGURES
 
 ROOT = notebook.project_root()
-CONFIGS = {"pipelines/fig_speedup.ipynb": SpeedupConfig, "notebooks/00_quickstart.ipynb": QuickstartConfig}
+CONFIGS = {
+    "pipelines/fig_speedup.ipynb": SpeedupConfig,
+    "pipelines/train.ipynb": TrainConfig,
+    "notebooks/00_quickstart.ipynb": QuickstartConfig,
+    **{f"pipelines/{figure}.ipynb": FigureConfig for figure in FIGURES},
+}
 SHIPPED = sorted(
     str(path.relative_to(ROOT))
     for folder in ("pipelines", "notebooks")
