@@ -118,8 +118,8 @@ def gradient_map(
     Returns
     -------
     pandas.DataFrame
-        ``advantage``, ``w`` (0.25 to 16, evenly on a log axis), ``ratio`` (R, 0.02 to 4), and one bool per objective: is
-        the gradient by log π_θ non-zero.
+        ``advantage``, ``w`` (0.25 to 16, evenly on a log axis), ``ratio`` (R, 0.02 to 4), and one bool per objective:
+        is the gradient by log π_θ non-zero.
     """
     w = torch.logspace(-2, 4, 121, base=2, dtype=torch.float64)
     ratio = torch.linspace(0.02, 4, 121, dtype=torch.float64)

@@ -141,12 +141,13 @@ def step_gains(
     learning_rates: Mapping[str, float],
     arms: Sequence[str] = ("uaq", "control", "higher rate"),
     dtype: str = "int8",
+    steps: int = 1,
 ) -> pd.DataFrame:
     """How many times larger one step is than without UAQ, per group of parameters.
 
     Parameters
     ----------
-    policy, batch, arms, dtype
+    policy, batch, arms, dtype, steps
         See `take_step`.
     scales : sequence of float
     learning_rates : mapping
@@ -170,10 +171,10 @@ def step_gains(
 
     rows = []
     for optimizer, learning_rate in learning_rates.items():
-        plain, plain_codes = take_step(policy, batch, "plain", 1.0, optimizer, learning_rate, dtype)
+        plain, plain_codes = take_step(policy, batch, "plain", 1.0, optimizer, learning_rate, dtype, steps)
         for scale in scales:
             stepped = {
-                arm: take_step(policy, batch, arm, scale, optimizer, learning_rate, dtype)
+                arm: take_step(policy, batch, arm, scale, optimizer, learning_rate, dtype, steps)
                 for arm in dict.fromkeys((*arms, "control"))
             }
             control, _ = stepped["control"]

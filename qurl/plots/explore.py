@@ -264,6 +264,7 @@ def gradient_map(grid: pd.DataFrame, *, cap: float, eps_high: float) -> Figure:
     """
     advantages = list(dict.fromkeys(grid["advantage"]))
     figure, panels = _figure(12.5, 4.8, 1, len(advantages), sharey=True, squeeze=False)
+    figure.get_layout_engine().set(wspace=0.05)
     colours = ("0.88", "#a9d3ee", PALETTE[1], PALETTE[4])
     labels = ("neither: clipped", "TIS and ACR", "ACR only", "TIS only")
     present = set()
@@ -290,7 +291,7 @@ def gradient_map(grid: pd.DataFrame, *, cap: float, eps_high: float) -> Figure:
         axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(table.index.min(), table.index.max())
-        axes.set(title=f"A = {advantage:+g}", xlabel="w = π_prox / π_behav")
+        axes.set(title=f"A = {advantage:+g}".replace("-", "−"), xlabel="w = π_prox / π_behav")
         axes.grid(visible=False)
     panels[0][0].set_ylabel("R = π_θ / π_prox")
     handles = [
