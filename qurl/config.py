@@ -299,6 +299,10 @@ class QuRLConfig(GRPOConfig):
         if self.vllm_max_model_length is not None:
             least = self.max_completion_length + 1
             arguments.whole_number("vllm_max_model_length", self.vllm_max_model_length, least)
+        if self.fp16:
+            raise ValueError(
+                "fp16=True is not supported, since the engine computes in BF16: use bf16=True, or bf16=False for FP32."
+            )
         for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
             if getattr(self, name):
                 raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")

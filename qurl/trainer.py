@@ -18,6 +18,9 @@ What is replaced of `trl.GRPOTrainer`, and why:
 ``create_optimizer``
     The control arm of UAQ.
 
+``evaluation_loop``
+    The same random numbers whenever a policy is evaluated, and a clock for the training alone.
+
 ``train``, ``_get_train_sampler``, ``_save_checkpoint``
     Resuming within a generation batch, and after the first epoch.
 
@@ -137,6 +140,12 @@ class QuRLTrainer(GRPOTrainer):
         if not isinstance(self.processing_class, PreTrainedTokenizerBase):
             raise ValueError("quantized rollouts are of text alone: use a decoder-only text model.")
         _require_soft_cap(self.model.config)
+        # TRL logs its ratio between these two limits: so it is the weight of the objective, 1, w or min(w, C).
+        self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = {
+            "naive": (1.0, 1.0),
+            "proximal": (1.0, 1.0),
+            "decoupled": (None, math.inf),
+        }.get(args.objective, (None, args.vllm_importance_sampling_clip_max))
         if args.uaq_scale != 1 and args.uaq_mode == "fold":
             apply_uaq(self.model, scale=args.uaq_scale)
         if args.objective == "acr" and args.proximal_is_current:
@@ -147,16 +156,21 @@ class QuRLTrainer(GRPOTrainer):
             )
         self._reuses_proximal_logps = self._may_reuse_proximal_logps()
         self._loss_inputs: dict | None = None
-        self._mismatch_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._warned: set[str] = set()
-        self._last_loaded_step = -1
-        self._last_sync_time: float | None = None
-        self._eval_batches = 0
-        self._batches = 0
-        self._finished_epochs = 0
         self._round = 0  # of dynamic sampling
-        self._weights_before: dict[str, torch.Tensor] | None = None
+        self._eval_batches = 0
+        self._eval_start: float | None = None
+        self._eval_seconds = 0.0
+        self._start_over()
         self.vllm_generation = self._build_generation()
+
+    def _start_over(self) -> None:
+        """Set what a run counts, at its start and before a checkpoint is restored."""
+        self._last_loaded_step, self._step, self._buffered_inputs = -1, 0, None  # TRL's
+        self._batches = self._finished_epochs = 0
+        self._last_sync: float | None = None
+        self._weights_before: dict[str, torch.Tensor] | None = None
+        self._mismatch_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _build_generation(self) -> QuantizedVLLMGeneration:
         args = self.args
@@ -189,7 +203,8 @@ class QuRLTrainer(GRPOTrainer):
         if dropout and self.args.proximal_logps == "reuse":
             raise ValueError(
                 f"proximal_logps='reuse' is not possible with dropout ({dropout}), under which two forward passes "
-                "differ: use 'auto', or disable_dropout=True."
+                "differ: use 'auto', or switch it off, in layers of its own by disable_dropout=True, within attention "
+                "by model_init_kwargs={'attention_dropout': 0.0} (or so when you load the model)."
             )
         return not dropout
 
@@ -213,7 +228,7 @@ class QuRLTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args, **options):
         training = self.model.training
-        self._eval_batches = 0 if training else self._eval_batches + 1
+        self._eval_batches += not training
         stream = (self._step, self._round) if training else (self.state.global_step, self._eval_batches)
         self.vllm_generation.begin(training=training, stream=stream)
         before = self.vllm_generation.last_sync
@@ -253,14 +268,29 @@ class QuRLTrainer(GRPOTrainer):
             "rollout/tokens_per_second": rollouts.completion_tokens / max(rollouts.seconds, 1e-9),
         }
         if synced:
-            now = time.perf_counter()
             metrics["rollout/sync_seconds"] = sync.seconds
-            if self._last_sync_time is not None:
-                metrics["rollout/sync_share"] = sync.seconds / (now - self._last_sync_time)
             if sync.codes_changed is not None:
                 metrics["rollout/codes_changed"] = sync.codes_changed
-            self._last_sync_time = now
+            now = self._training_seconds()
+            if self.model.training and self._last_sync is not None:
+                metrics["rollout/sync_share"] = sync.seconds / (now - self._last_sync)
+            if self.vllm_generation.dtype == self.vllm_generation.train_dtype:
+                self._last_sync = now
         self._log_metrics(metrics)
+
+    def _training_seconds(self) -> float:
+        """Of a clock that stands still in evaluations."""
+        now = time.perf_counter() if self._eval_start is None else self._eval_start
+        return now - self._eval_seconds
+
+    def evaluation_loop(self, *args, **options):
+        """transformers', whose random numbers start anew at each evaluation, and whose time is not the training's."""
+        self._eval_batches, self._eval_start = 0, time.perf_counter()
+        try:
+            return super().evaluation_loop(*args, **options)
+        finally:
+            self._eval_seconds += time.perf_counter() - self._eval_start
+            self._eval_start = None
 
     def _generate_and_score_completions(self, inputs):
         batch = self._sample(inputs)
@@ -527,9 +557,7 @@ class QuRLTrainer(GRPOTrainer):
         **options
             As for `transformers.Trainer.train`.
         """
-        self._last_loaded_step, self._step, self._buffered_inputs = -1, 0, None
-        self._batches, self._weights_before = 0, None
-        self._mismatch_parts, self._finished_epochs, self._last_sync_time = [], 0, None
+        self._start_over()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -538,8 +566,7 @@ class QuRLTrainer(GRPOTrainer):
                     "resume_from_checkpoint."
                 )
         if resume_from_checkpoint:
-            self._restore_rollouts(Path(resume_from_checkpoint))
-            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            state = self._restore_rollouts(Path(resume_from_checkpoint))
             if 0 < self.args.max_steps <= state.global_step:
                 # transformers would take one step more.
                 self._load_from_checkpoint(resume_from_checkpoint)
@@ -568,8 +595,10 @@ class QuRLTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
-    def _restore_rollouts(self, folder: Path) -> None:
-        if not is_complete(folder):
+    def _restore_rollouts(self, folder: Path) -> TrainerState:
+        """Go on within a generation batch where the checkpoint was made; returns transformers' part of it."""
+        trainer_state = _trainer_state(folder)
+        if trainer_state is None:
             raise ValueError(
                 f"resume_from_checkpoint={str(folder)!r} is not a complete checkpoint: use another, or True for the "
                 "last complete one."
@@ -596,9 +625,10 @@ class QuRLTrainer(GRPOTrainer):
                 )
         self._step, self._buffered_inputs = state["step"], state["buffer"]
         self._batches = -(-self._step // (self.args.steps_per_generation * self.num_iterations))
-        self._finished_epochs = int(json.loads((folder / TRAINER_STATE_NAME).read_text())["epoch"])
+        self._finished_epochs = int(trainer_state.epoch)
         if state["in_full_precision"]:
             self.vllm_generation.use_full_precision()
+        return trainer_state
 
     @property
     def _windows(self) -> str:
@@ -621,20 +651,21 @@ class QuRLTrainer(GRPOTrainer):
         self.vllm_generation.close()
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end: transformers writes the trainer's state last."""
-    with contextlib.suppress(OSError, ValueError):
-        return isinstance(json.loads((checkpoint / TRAINER_STATE_NAME).read_text()), dict)
-    return False
+def _trainer_state(checkpoint: Path) -> TrainerState | None:
+    """What transformers writes last; None where a checkpoint was not written to its end."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """The newest checkpoint in a folder that was written to its end; None without one."""
-    folders = [
-        p for p in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.split("-")[-1].isdigit()
-    ]
-    complete = [folder for folder in folders if is_complete(folder)]
-    return str(max(complete, key=lambda folder: int(folder.name.split("-")[-1]))) if complete else None
+    steps = {
+        int(number): folder
+        for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (number := folder.name.rpartition("-")[2]).isdigit()
+    }
+    newest_first = (steps[step] for step in sorted(steps, reverse=True))
+    return next((str(folder) for folder in newest_first if _trainer_state(folder)), None)
 
 
 def _require_soft_cap(config) -> None:

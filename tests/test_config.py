@@ -90,6 +90,7 @@ def test_docstring_and_help_name_every_added_field():
         ({"generation_kwargs": {"presence_penalty": 1.0}}, "generation_kwargs"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"temperature": "1"}, "temperature='1'"),
+        ({"fp16": True}, "fp16=True"),
         ({"vllm_mode": "server"}, "vllm_mode='server'"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),

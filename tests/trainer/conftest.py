@@ -41,6 +41,7 @@ def make_trainer(tokenizer, policy_folder, tmp_path):
         rewards=reward_of_length,
         model=None,
         data=DATA,
+        eval_data=None,
         **options,
     ):
         defaults = {
@@ -53,6 +54,8 @@ def make_trainer(tokenizer, policy_folder, tmp_path):
         model = policy_folder if model is None else model
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="objective='acr' equals 'tis'")
-            return trainer(model, rewards, args, train_dataset=data, processing_class=tokenizer)
+            return trainer(
+                model, rewards, args, train_dataset=data, eval_dataset=eval_data, processing_class=tokenizer
+            )
 
     return make

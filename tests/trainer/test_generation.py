@@ -54,3 +54,47 @@ def test_a_prompt_that_does_not_fit_is_refused_in_the_users_terms(make):
 def test_a_length_beyond_the_models_is_refused(make):
     with pytest.raises(ValueError, match=r"^vllm_max_model_length=65 exceeds .* use at most 64\.$"):
         make(vllm_max_model_length=65)
+
+
+def test_evaluation_draws_the_same_numbers_whenever_it_is_made(make, tmp_path):
+    """Twice in a row, in a run that was resumed within a generation batch, and without effect on training."""
+    options = {
+        "max_steps": 6, "steps_per_generation": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps",
+        "save_steps": 1,
+    }  # fmt: skip
+    evaluated = options | {
+        "eval_data": DATA.select(range(12)), "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 4
+    }  # fmt: skip
+
+    def drawn(trainer, **training):
+        """By what: (in training, step) of each batch."""
+        engine, made = trainer.vllm_generation._engine("int8"), []
+        generate = engine.generate
+
+        def noted(*args, **arguments):
+            made.append((trainer.model.training, trainer.state.global_step, generate(*args, **arguments)))
+            return made[-1][2]
+
+        engine.generate = noted
+        trainer.train(**training)
+        return [(mode, step, rollouts.completion_ids) for mode, step, rollouts in made]
+
+    whole = make(output_dir=str(tmp_path / "whole"), **evaluated)
+    rollouts = drawn(whole)
+    assert [step for training, step, _ in rollouts if training] == [0, 3]
+    assert sum(not training for training, *_ in rollouts) > 6  # several batches in each evaluation
+    for step in (1, 2, 3):
+        cut = make(output_dir=str(tmp_path / f"cut{step}"), **evaluated)
+        again = drawn(cut, resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        later = [made for made in rollouts if made[1] > step or (made[0] and made[1] == step)]
+        assert again == later
+    assert drawn(make(output_dir=str(tmp_path / "plain"), **options)) == [
+        made for made in rollouts if made[0]
+    ]
+
+    engine = whole.vllm_generation._engine("int8")
+    before = len(engine.drawn)
+    whole.evaluate()
+    whole.evaluate()
+    twice = engine.drawn[before:]
+    assert twice[: len(twice) // 2] == twice[len(twice) // 2 :]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,6 +215,19 @@ def test_proximal_logps_are_recomputed_under_dropout(make_trainer, tokenizer):
         make_trainer(model=policy(), proximal_logps="reuse")
 
 
+def test_the_advice_on_dropout_holds(make_trainer, tokenizer, tmp_path):
+    """TRL's disable_dropout reaches layers of dropout, but not the number that attention is called with."""
+    folder = str(tmp_path / "policy")
+    make_policy(tokenizer, attention_dropout=0.1).save_pretrained(folder)
+    assert not make_trainer(model=folder, disable_dropout=True)._reuses_proximal_logps
+    undropped = {"model_init_kwargs": {"attention_dropout": 0.0}, "proximal_logps": "reuse"}
+    assert make_trainer(model=folder, **undropped)._reuses_proximal_logps
+    layers = make_policy(tokenizer)
+    layers.model.norm = torch.nn.Sequential(layers.model.norm, torch.nn.Dropout(0.1))
+    assert not make_trainer(model=layers)._reuses_proximal_logps
+    assert make_trainer(model=layers, disable_dropout=True, proximal_logps="reuse")._reuses_proximal_logps
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_gradient_does_not_depend_on_how_a_batch_is_split(make_trainer, loss_type):
     weights = []
@@ -325,6 +339,39 @@ def test_diagnostics_are_raw_and_complete(make_trainer):
     assert row["rollout/bits"] == 8 and row["rollout/seconds"] == 0.5 and row["rollout/sync_seconds"] == 0.25
     assert row["rollout/codes_changed"] == 0.125
     assert trainer.vllm_generation.syncs == 1
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_ratio_that_trl_logs_is_the_weight_of_the_objective(make_trainer, objective):
+    trainer = make_trainer(objective=objective, num_iterations=2, max_steps=1)
+    trainer.train()
+    row = history(trainer).iloc[0]
+    raw, truncated = row["mismatch/w_mean"], row["mismatch/w_trunc_mean"]
+    assert row["mismatch/w_max"] > 2 and truncated < raw
+    expected = {"naive": 1, "proximal": 1, "decoupled": raw}.get(objective, truncated)
+    assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_share_of_syncs_leaves_evaluation_out(make_trainer, monkeypatch):
+    """Rollouts take 1 s, in evaluation 100 s; a sync takes 0.25 s of it. The policy changes at each step.
+
+    After an evaluation its sync serves the next training batch too: the sync after that is the only one in 2 s.
+    """
+    clock = [0.0]
+    monkeypatch.setattr("qurl.trainer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    trainer = make_trainer(eval_data=DATA.select(range(8)), eval_strategy="steps", eval_steps=2, max_steps=6)
+    generate = trainer.vllm_generation.generate
+
+    def timed(*args, **options):
+        clock[0] += 1 if trainer.model.training else 100
+        return generate(*args, **options)
+
+    monkeypatch.setattr(trainer.vllm_generation, "generate", timed)
+    trainer.train()
+    table = history(trainer)
+    assert table["rollout/sync_share"].dropna().to_dict() == {2: 0.25, 4: 0.125, 6: 0.125}
+    assert table["eval_rollout/sync_seconds"].dropna().to_dict() == {2: 0.25, 4: 0.25, 6: 0.25}
+    assert "eval_rollout/sync_share" not in table
 
 
 def test_weights_of_one_under_quantization_and_a_mean_far_from_one_are_reported(make_trainer):
