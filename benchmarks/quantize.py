@@ -9,16 +9,14 @@ exists, the fastest copy there is; like a clone, quantizing allocates what it re
 copy for the FP32 weights of a model. The last rows hold one large layer, of the size that a 7B model has.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import parser, save
 from qurl.models import resolve_model
 from qurl.quantization import FORMATS, is_quantized_name, quantized_named_tensors
 
@@ -76,15 +74,9 @@ def measure(label: str, weights: list[torch.Tensor], repeats: int) -> list[dict]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a name, folder or hub id that qurl.models resolves"
-    )
-    parser.add_argument("--repeats", type=int, default=7, help="passes of each kind")
-    parser.add_argument("--output", type=Path, help="json file for the rows")
-    options = parser.parse_args()
+    command_line = parser(__doc__)
+    command_line.add_argument("--repeats", type=int, default=7, help="passes of each kind")
+    options = command_line.parse_args()
     model = AutoModelForCausalLM.from_pretrained(resolve_model(options.model), dtype=torch.float32)
     weights = [parameter.detach() for name, parameter in model.named_parameters() if is_quantized_name(name)]
     rows = measure(f"{options.model}, {len(weights)} projections", weights, options.repeats)
@@ -96,9 +88,7 @@ def main() -> None:
     for row in rows:
         print("{weights:34} {pass:16} {ms:9.2f} {ms_min:9.2f} {ms_max:9.2f} {fp32_gb_per_s:10.2f} "
               "{ratio_to_copy:6.2f}".format(**row))  # fmt: skip
-    if options.output:
-        result = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(rows, options)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,16 @@ is the same with the forward pass of its own. Times are medians over rounds, aft
 the same round.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import pandas as pd
 from transformers import AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.command import parser, save
 from qurl.config import QuRLConfig
 from qurl.models import resolve_model
 from qurl.tasks import load_task
@@ -40,18 +38,14 @@ ARMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    command_line = parser(__doc__)
+    command_line.add_argument(
+        "--completions", type=int, default=32, help="per generation batch, a multiple of 16"
     )
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a name, folder or hub id that qurl.models resolves"
-    )
-    parser.add_argument("--completions", type=int, default=32, help="per generation batch, a multiple of 16")
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest completion")
-    parser.add_argument("--rounds", type=int, default=2, help="timed generation batches of each arm")
-    parser.add_argument("--arms", default=";".join(ARMS), help="which, separated by semicolons")
-    parser.add_argument("--output", type=Path, help="json file for the rows")
-    options = parser.parse_args()
+    command_line.add_argument("--max-tokens", type=int, default=128, help="longest completion")
+    command_line.add_argument("--rounds", type=int, default=2, help="timed generation batches of each arm")
+    command_line.add_argument("--arms", default=";".join(ARMS), help="which, separated by semicolons")
+    options = command_line.parse_args()
 
     path = resolve_model(options.model)
     chat = AutoTokenizer.from_pretrained(path).chat_template is not None and options.model != "tiny"
@@ -65,7 +59,7 @@ def main() -> None:
                 output_dir=folder, max_steps=optimizer_steps, per_device_train_batch_size=options.completions // 2,
                 num_generations=8, max_completion_length=options.max_tokens, bf16=False, gradient_checkpointing=False,
                 vllm_max_model_length=64 + options.max_tokens, learning_rate=1e-6, report_to="none",
-                save_strategy="no", disable_tqdm=True, use_cpu=True, **extra,
+                logging_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True, **extra,
             )  # fmt: skip
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="objective='acr' equals")
@@ -74,16 +68,16 @@ def main() -> None:
                 )
             trainer.remove_callback(PrinterCallback)
             trainers[arm] = trainer
-        rows = [
-            turn(arm, trainer, round_)
-            for round_ in range(options.rounds + 1)
-            for arm, trainer in trainers.items()
-        ]
+        rows = []
+        for round_ in range(options.rounds + 1):
+            rows += [turn(arm, trainer, round_) for arm, trainer in trainers.items()]
+            save(rows, options)  # a round of a large model takes minutes
         for trainer in trainers.values():
             if isinstance(trainer, QuRLTrainer):
                 trainer.close()
 
     table = pd.DataFrame([row for row in rows if row["round"]])
+    table = table.astype({"rollout_seconds": float, "sync_seconds": float})  # None of "trl"
     seconds = table.pivot(index="round", columns="arm", values="seconds")
     print(
         f"{options.model}, {options.completions} completions of up to {options.max_tokens} tokens, FP32 training"
@@ -96,8 +90,6 @@ def main() -> None:
             f"{arm:20} {of_arm['seconds']:7.2f} s  rollout {of_arm['rollout_seconds']:6.2f}  "
             f"sync {of_arm['sync_seconds']:5.2f}  tokens {of_arm['tokens']:6.0f}  | faster than  {versus}"
         )
-    if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def turn(arm: str, trainer, round_: int) -> dict:
@@ -111,9 +103,9 @@ def turn(arm: str, trainer, round_: int) -> dict:
         "round": round_,
         "arm": arm,
         "seconds": seconds,
-        "rollout_seconds": log.get("rollout/seconds", float("nan")),
-        "sync_seconds": log.get("rollout/sync_seconds", float("nan")),
-        "tokens": log.get("completions/mean_length", 0) * trainer.args.generation_batch_size,
+        "rollout_seconds": log.get("rollout/seconds"),
+        "sync_seconds": log.get("rollout/sync_seconds"),
+        "tokens": round(log["completions/mean_length"] * trainer.args.generation_batch_size),
     }
 
 

@@ -8,14 +8,12 @@ every weight. Passes alternate; rows are medians with the ratio to one copy of t
 a snapshot into existing memory costs) and to quantizing them once with the same format. The measure quantizes twice.
 """
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import parser, save
 from benchmarks.quantize import alternate, copy_into, quantize_each
 from qurl.models import resolve_model
 from qurl.quantization import FORMATS
@@ -23,15 +21,9 @@ from qurl.update_noise import snapshot, update_to_noise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="a name, folder or hub id that qurl.models resolves"
-    )
-    parser.add_argument("--repeats", type=int, default=7, help="passes of each kind")
-    parser.add_argument("--output", type=Path, help="json file for the rows")
-    options = parser.parse_args()
+    command_line = parser(__doc__)
+    command_line.add_argument("--repeats", type=int, default=7, help="passes of each kind")
+    options = command_line.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(resolve_model(options.model), dtype=torch.float32)
     before = snapshot(model.named_parameters())
@@ -58,9 +50,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['pass']:24} {row['ms']:9.1f} {row['ratio_to_copy']:9.2f} "
               f"{row.get('ratio_to_quantize', ''):>12}")  # fmt: skip
-    if options.output:
-        result = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(rows, options)
 
 
 if __name__ == "__main__":
