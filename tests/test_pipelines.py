@@ -16,10 +16,12 @@ from qurl.benchmark import PRESETS, QuickstartConfig, SpeedupConfig
 from qurl.experiments import TrainConfig
 from qurl.experiments.figures import FigureConfig
 from qurl.experiments.matrix import FIGURES
+from qurl.experiments.weight_update import WeightUpdateConfig
 
 ROOT = notebook.project_root()
 CONFIGS = {
     "pipelines/fig_speedup.ipynb": SpeedupConfig,
+    "pipelines/fig_weight_update.ipynb": WeightUpdateConfig,
     "pipelines/train.ipynb": TrainConfig,
     "notebooks/00_quickstart.ipynb": QuickstartConfig,
     **{f"pipelines/{figure}.ipynb": FigureConfig for figure in FIGURES},
