@@ -266,7 +266,7 @@ def gradient_map(grid: pd.DataFrame, *, cap: float, eps_high: float) -> Figure:
     figure, panels = _figure(12.5, 4.8, 1, len(advantages), sharey=True, squeeze=False)
     figure.get_layout_engine().set(wspace=0.05)
     colours = ("0.88", "#a9d3ee", PALETTE[1], PALETTE[4])
-    labels = ("neither: clipped", "TIS and ACR", "ACR only", "TIS only")
+    labels = ("no gradient", "gradient: TIS and ACR", "gradient: ACR only", "gradient: TIS only")
     present = set()
     for axes, advantage in zip(panels[0], advantages, strict=True):
         rows = grid[grid["advantage"] == advantage]
@@ -295,8 +295,7 @@ def gradient_map(grid: pd.DataFrame, *, cap: float, eps_high: float) -> Figure:
         axes.grid(visible=False)
     panels[0][0].set_ylabel("R = π_θ / π_prox")
     handles = [
-        Patch(facecolor=colours[kind], edgecolor="0.5", label=f"gradient: {labels[kind]}")
-        for kind in sorted(present)
+        Patch(facecolor=colours[kind], edgecolor="0.5", label=labels[kind]) for kind in sorted(present)
     ]
     handles += [
         Line2D([], [], color="0.15", linestyle="--", linewidth=1, label=f"w = C = {cap:g}"),
