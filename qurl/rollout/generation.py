@@ -136,15 +136,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         engine.close()
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """TRL's walk, which leaves adapters merged into the policy when broken off: here they are taken out."""
+        """TRL's walk, after which adapters are out and the base weights are bit for bit what they were.
+
+        TRL's own leaves adapters merged when it is broken off; and what merging adds, taking out subtracts with
+        rounding, so that the base would drift from sync to sync. (ZeRO-3 throws away what it gathered, and has
+        nothing to keep.)
+        """
+        base = [(weight, weight.detach().to("cpu", copy=True)) for weight in _adapted_weights(self.model)]
         walk = super()._iter_named_params()
         try:
             yield from walk
         finally:
             walk.close()
-            if is_peft_model(self.model) and _has_merged_adapter(self.model):
+            if _has_merged_adapter(self.model):
                 with self._dist.gather_params(list(self.model.parameters())):
                     self.model.unmerge_adapter()
+            for weight, before in base:
+                weight.data.copy_(before)
 
     @contextmanager
     def named_params(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
@@ -234,6 +242,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             engine.close()
         self._engines.clear()
         self._temporary.cleanup()
+
+
+def _adapted_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What adapters are merged into."""
+    layers = (module for module in model.modules() if hasattr(module, "merged_adapters"))
+    return [weight for layer in layers for weight in layer.get_base_layer().parameters()]
 
 
 def _has_merged_adapter(model: torch.nn.Module) -> bool:

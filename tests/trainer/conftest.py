@@ -42,6 +42,7 @@ def make_trainer(tokenizer, policy_folder, tmp_path):
         model=None,
         data=DATA,
         eval_data=None,
+        peft_config=None,
         **options,
     ):
         defaults = {
@@ -55,7 +56,13 @@ def make_trainer(tokenizer, policy_folder, tmp_path):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="objective='acr' equals 'tis'")
             return trainer(
-                model, rewards, args, train_dataset=data, eval_dataset=eval_data, processing_class=tokenizer
+                model,
+                rewards,
+                args,
+                train_dataset=data,
+                eval_dataset=eval_data,
+                processing_class=tokenizer,
+                peft_config=peft_config,
             )
 
     return make

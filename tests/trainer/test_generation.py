@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from fake_engine import FakeEngine
 from replay import DATA, PROMPTS
 
@@ -98,3 +99,18 @@ def test_evaluation_draws_the_same_numbers_whenever_it_is_made(make, tmp_path):
     whole.evaluate()
     twice = engine.drawn[before:]
     assert twice[: len(twice) // 2] == twice[len(twice) // 2 :]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"target_modules": ["embed_tokens", "q_proj"]}])
+def test_base_weights_are_bit_for_bit_the_same_after_twenty_syncs(make, options):
+    """The engine's codes move with the adapters, and the weights below them do not."""
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "down_proj"]} | options
+    adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    trainer = make(peft_config=adapter, max_steps=20)
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" not in name}
+    trainer.train()
+    assert trainer.vllm_generation._version == 20
+    assert history(trainer)["rollout/codes_changed"].dropna().gt(0).sum() == 19
+    for name, parameter in trainer.model.named_parameters():
+        assert "lora_" in name or torch.equal(parameter, base[name]), name
