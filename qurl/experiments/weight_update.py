@@ -59,8 +59,8 @@ class Settings:
     Attributes
     ----------
     model, task : str
-    digits : int
-        Of the sums, for the task "arithmetic".
+    task_options : dict
+        See `qurl.tasks.load_task`; those of a preset are for its own task.
     scales : tuple of float
         UAQ's s; the first is 1, against which gains are taken.
     dtype : {"int8", "fp8"}
@@ -82,7 +82,7 @@ class Settings:
 
     model: str
     task: str
-    digits: int
+    task_options: dict[str, Any]
     scales: tuple[float, ...]
     steps: int
     batch_size: int
@@ -98,12 +98,12 @@ class Settings:
 
 _SCALES = (1.0, 1.25, 1.5, 2.0)
 PRESETS = {
-    "smoke": Settings("tiny", "arithmetic", 3, (1.0, 1.5), 2, 16, 16, 8, 8),
-    "cpu": Settings("smollm2-135m", "arithmetic", 2, _SCALES, 6, 16, 16, 8, 24),
+    "smoke": Settings("tiny", "arithmetic", {"digits": 3}, (1.0, 1.5), 2, 16, 16, 8, 8),
+    "cpu": Settings("smollm2-135m", "arithmetic", {"digits": 2, "chat": True}, _SCALES, 6, 16, 16, 8, 24),
     # Model and task of Table 3; batch and lengths are our choice. Weights, gradients and moments of 1.5B parameters
     # take 24 GiB of the GPU in FP32.
     "paper": Settings(
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepscaler", 0, _SCALES, 8, 128, 4, 8, 8192, True
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepscaler", {}, _SCALES, 8, 128, 4, 8, 8192, True
     ),
 }
 
@@ -123,11 +123,12 @@ class WeightUpdateConfig(Parameters):
 
     def settings(self) -> Settings:
         """The preset's, with what was given in place of its own."""
+        preset = PRESETS[self.preset]
         given = self.model_dump(exclude={"preset", "output_dir"})
-        return replace(
-            PRESETS[self.preset],
-            **{name: value for name, value in given.items() if value or name == "seed"},
-        )
+        given = {name: value for name, value in given.items() if value or name == "seed"}
+        if given.get("task", preset.task) != preset.task:
+            given["task_options"] = {}
+        return replace(preset, **given)
 
     def run_name(self) -> str:
         """Name of the folder for results: runs that measure something else never share one."""
@@ -226,10 +227,8 @@ def sample_batch(settings: Settings, report: Callable[[str], None] | None = None
     path = resolve_model(settings.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     completions = settings.steps * settings.batch_size
-    options = {"n": completions // settings.num_generations, "seed": settings.seed}
-    if settings.task == "arithmetic":
-        options |= {"digits": settings.digits, "chat": tokenizer.chat_template is not None}
-    task = load_task(settings.task, "train", **options)
+    count = completions // settings.num_generations
+    task = load_task(settings.task, "train", n=count, seed=settings.seed, **settings.task_options)
     task.self_check(tokenizer)
     prompts = [task.render(row, tokenizer) for row in task.dataset]
     base = _scaled_copy(settings, 1.0)
