@@ -401,7 +401,8 @@ class QuRLTrainer(GRPOTrainer):
         if missing > MAX_MISSING_SHARE:
             raise TrainingError(
                 f"the engine gave no finite log-prob for {missing:.1%} of the sampled tokens (at most "
-                f"{MAX_MISSING_SHARE:.0%} is tolerated): its weights or kernels are broken, see the engine's log."
+                f"{MAX_MISSING_SHARE:.0%} is tolerated): its weights overflow or its kernels are broken, see "
+                f"{self.vllm_generation.log_path}."
             )
         return known
 

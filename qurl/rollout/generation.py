@@ -5,9 +5,11 @@ and how weights get into it. The walk over the parameters stays TRL's, with its 
 of shards.
 """
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,31 @@ from trl.generation.vllm_generation import VLLMGeneration
 from qurl.quantization import is_quantized_name
 from qurl.rollout.engine import RolloutEngine, Rollouts
 from qurl.rollout.sync import SyncReport
+
+
+class CountingEngine(RolloutEngine):
+    """An engine that hands on NaN among the log-probs that it samples: its trainer counts them, and stops at many.
+
+    A sync that makes the engine return NaN fails as before.
+    """
+
+    _hands_on = False
+
+    def sample(self, *args, **options) -> Rollouts:
+        """`generate`, but with NaN in ``logps`` where a log-prob is not a number."""
+        self._hands_on = True
+        try:
+            return self.generate(*args, **options)
+        finally:
+            self._hands_on = False
+
+    def _check_numbers(self, rows: list[list[float]]) -> None:
+        if not self._hands_on:
+            super()._check_numbers(rows)
+        elif any(map(math.isnan, chain.from_iterable(rows))):
+            # Other sequences must not meet NaN in keys and values.
+            self._call("qurl_clear_kv_cache")
+            self._llm.reset_prefix_cache()
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -71,7 +98,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.dtype = dtype
         self.last_sync: SyncReport | None = None
         self.last_rollouts: Rollouts | None = None
-        self._engines: dict[str, RolloutEngine] = {}
+        self._engines: dict[str, CountingEngine] = {}
         # How often TRL has said that the policy changed, and at which of these each engine was synced.
         self._version = 0
         self._synced: dict[str, int] = {}
@@ -97,10 +124,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._engine(self.dtype)
         self.accelerator.wait_for_everyone()
 
-    def _engine(self, dtype: str) -> RolloutEngine:
+    def _engine(self, dtype: str) -> CountingEngine:
         """The engine of a number format, started when it is first needed."""
         if dtype not in self._engines:
-            self._engines[dtype] = RolloutEngine(
+            self._engines[dtype] = CountingEngine(
                 self.folder,
                 dtype,
                 code_bits=self.code_bits if dtype == "int8" else 8,
@@ -194,7 +221,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         Returns
         -------
         tuple
-            Prompt ids, completion ids, log-probs (batch, length, 1) and the token ids that these belong to.
+            Prompt ids, completion ids, log-probs (batch, length, 1; NaN where the engine's was none) and the token ids
+            that these belong to.
         """
         if images is not None:
             raise ValueError("quantized rollouts are of text alone: leave images out of the dataset.")
@@ -202,7 +230,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._synced.get(self.dtype) != self._version:
             self.last_sync = self._sync(self.dtype)
         with profiler or nullcontext():
-            rollouts = self._engine(self.dtype).generate(
+            rollouts = self._engine(self.dtype).sample(
                 prompts, max_tokens=self.max_completion_length, temperature=self.temperature
             )
         self.last_rollouts = rollouts
@@ -230,6 +258,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._synced.get("bf16") != self._version:
             self._sync("bf16")
         return self._engine("bf16").score(sequences)
+
+    @property
+    def log_path(self) -> Path:
+        """Of the engine that sampled last, or samples next."""
+        return self._engine(self.dtype).log_path
 
     @property
     def description(self) -> dict:

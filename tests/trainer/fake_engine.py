@@ -1,4 +1,4 @@
-"""`RolloutEngine` without vLLM: what surrounds it, such as the walk over the weights, is the real thing."""
+"""`CountingEngine` without vLLM: what surrounds it, such as the walk over the weights, is the real thing."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ class FakeEngine:
         total = sum(before[name].numel() for name in codes)
         return SimpleNamespace(seconds=0.25, codes_changed=changed / total if total else None)
 
-    def generate(self, prompts, *, max_tokens, temperature):
+    def sample(self, prompts, *, max_tokens, temperature):
         shape = (len(prompts), max_tokens)
         completions = torch.randint(5, 40, shape, generator=self.generator).tolist()
         logps = self.spoil((-3.7 + 0.1 * torch.randn(shape, generator=self.generator)).tolist())

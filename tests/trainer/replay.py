@@ -38,6 +38,7 @@ class Replay:
         self.eos_token_id, self.length, self.vocabulary = eos_token_id, length, vocabulary
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = self.train_dtype = "int8"
+        self.log_path = "replay.log"
         self.syncs, self.streams, self.prompts = 0, [], []
         self.last_sync = self.last_rollouts = None
         self.spoil = lambda logps: logps

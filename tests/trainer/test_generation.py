@@ -1,19 +1,22 @@
 """What the trainer gives its engines: weights, lengths, random streams, adapters. Everything but vLLM is real."""
 
+import math
 import re
 
 import pytest
 import torch
 from fake_engine import FakeEngine
-from replay import DATA, PROMPTS
+from replay import DATA, PROMPTS, make_policy
 
 from qurl.diagnostics import history
+from qurl.rollout import RolloutError
+from qurl.rollout.generation import CountingEngine
 from qurl.trainer import QuRLTrainer
 
 
 @pytest.fixture
 def make(make_trainer, monkeypatch):
-    monkeypatch.setattr("qurl.rollout.generation.RolloutEngine", FakeEngine)
+    monkeypatch.setattr("qurl.rollout.generation.CountingEngine", FakeEngine)
 
     def make(**options):
         return make_trainer(trainer=QuRLTrainer, **options)
@@ -70,13 +73,13 @@ def test_evaluation_draws_the_same_numbers_whenever_it_is_made(make, tmp_path):
     def drawn(trainer, **training):
         """By what: (in training, step) of each batch."""
         engine, made = trainer.vllm_generation._engine("int8"), []
-        generate = engine.generate
+        sample = engine.sample
 
         def noted(*args, **arguments):
-            made.append((trainer.model.training, trainer.state.global_step, generate(*args, **arguments)))
+            made.append((trainer.model.training, trainer.state.global_step, sample(*args, **arguments)))
             return made[-1][2]
 
-        engine.generate = noted
+        engine.sample = noted
         trainer.train(**training)
         return [(mode, step, rollouts.completion_ids) for mode, step, rollouts in made]
 
@@ -114,3 +117,46 @@ def test_base_weights_are_bit_for_bit_the_same_after_twenty_syncs(make, options)
     assert history(trainer)["rollout/codes_changed"].dropna().gt(0).sum() == 19
     for name, parameter in trainer.model.named_parameters():
         assert "lora_" in name or torch.equal(parameter, base[name]), name
+
+
+def test_a_resumed_run_with_adapters_goes_on_bit_for_bit(make, tmp_path):
+    peft = pytest.importorskip("peft")
+    options = {
+        "peft_config": peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "max_steps": 6, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    whole = make(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    for step in (2, 3):
+        cut = make(output_dir=str(tmp_path / f"cut{step}"), **options)
+        cut.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        columns = ["loss", "grad_norm", "mismatch/kl_k3"]
+        assert history(cut)[columns].equals(history(whole)[columns])
+        for mine, theirs in zip(cut.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_nan_of_one_sequence_is_handed_on_and_stays_there(tokenizer, tmp_path):
+    """One token has values that overflow: only completions behind it are without log-probs, then and afterwards."""
+    pytest.importorskip("vllm")
+    policy = make_policy(tokenizer, head_dim=32)
+    with torch.no_grad():
+        embeddings = policy.model.embed_tokens.weight
+        embeddings[:, 0] = 0
+        embeddings[30] = torch.eye(32)[0]
+        policy.model.layers[0].self_attn.v_proj.weight[:, 0] = 3e38
+    policy.save_pretrained(tmp_path)
+    healthy, ill = [5, 6, 7], [5, 30, 7]
+    options = {"max_tokens": 6, "temperature": 0.0}
+    with CountingEngine(tmp_path, "bf16", max_model_len=64, max_num_seqs=1) as engine:
+        expected = engine.sample([healthy], **options)
+        assert all(map(math.isfinite, expected.logps[0])) and 30 not in expected.completion_ids[0]
+        mixed = engine.sample([ill, healthy, ill], **options)
+        assert all(map(math.isnan, mixed.logps[0]))
+        again = engine.sample([healthy], **options)
+        assert (again.logps, again.completion_ids) == (expected.logps, expected.completion_ids)
+        with pytest.raises(RolloutError, match="NaN log-probs"):
+            engine.generate([ill], **options)
+        policy.model.layers[0].self_attn.v_proj.weight.data.fill_(3e38)
+        with pytest.raises(RolloutError, match="NaN log-probs"):
+            engine.sync(policy.named_parameters())
