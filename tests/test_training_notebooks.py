@@ -1,0 +1,128 @@
+"""Notebooks 40, 50 and 90, executed: the numbers they record, and that their figures are there."""
+
+import base64
+import io
+import re
+
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from qurl import notebook
+from qurl.diagnostics import history
+from qurl.experiments import RunSpec, RunStore
+from qurl.exploration.training import LiveCurves, PartialCredit, matching_runs, run_curves_table
+from tests.test_experiments import finish
+
+ROOT = notebook.project_root() / "notebooks"
+
+
+def execute(name: str, folder, **parameters) -> nbformat.NotebookNode:
+    return nbformat.read(notebook.run(ROOT / f"{name}.ipynb", folder / f"{name}.ipynb", parameters), 4)
+
+
+def printed(executed) -> str:
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", ())]
+    texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
+    return "\n".join(texts)
+
+
+def pictures(executed) -> list[np.ndarray]:
+    found = [
+        output["data"]["image/png"]
+        for cell in executed.cells
+        for output in cell.get("outputs", ())
+        if "image/png" in output.get("data", {})
+    ]
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("L")) for png in found]
+
+
+def test_train_notebook(tmp_path):
+    """The figure follows the run, and the table of metrics is the run's own."""
+    executed = execute("40_train", tmp_path, steps=20, output_dir=str(tmp_path / "run"), code_bits=4)
+    log = pd.read_csv(tmp_path / "run" / "metrics.csv", index_col="step")
+    assert log.index.max() == 20
+    text = printed(executed)
+    first = log["reward"].head(2).mean()
+    assert re.search(rf"reward +{first:.4f}", text)
+    assert set(log["rollout/bits"].dropna()) == {4}
+    (picture,) = pictures(executed)  # one, drawn anew, and not a trail of pictures
+    assert (picture < 250).mean() > 0.01
+    assert "'loss'" not in text
+
+
+def test_own_task_notebook(tmp_path):
+    """The new task is learned: sums with a carry in every column, from about 22 %, on problems that were held out."""
+    executed = execute("90_your_own_task", tmp_path, steps=120, output_dir=str(tmp_path / "own"))
+    before, after = map(
+        float, re.search(r"before: ([\d.]+) %, after: ([\d.]+) %", printed(executed)).groups()
+    )
+    assert 10 < before < 40
+    assert after > before + 10
+    train, test = (
+        pd.read_json(tmp_path / "own" / f"sums_{name}.jsonl", lines=True) for name in ("train", "test")
+    )
+    assert not set(train["problem"]) & set(test["problem"])
+    for a, b in train["problem"].str.extract(r"(\d+)\+(\d+)=").to_numpy()[:50]:
+        assert all(int(x) + int(y) > 9 for x, y in zip(a, b, strict=True))
+
+
+def test_compare_notebook(tmp_path):
+    store = RunStore(tmp_path / "store")
+    for seed, objective in ((0, "tis"), (1, "tis"), (0, "acr")):
+        finish(store, RunSpec(experiment="dapo", preset="smoke", objective=objective, seed=seed))
+    executed = execute("50_compare_runs", tmp_path, runs_dir=str(tmp_path / "store"), pattern="dapo/*")
+    assert "3 runs" in printed(executed)
+    (picture,) = pictures(executed)
+    assert (picture < 250).mean() > 0.01
+
+
+def test_runs_by_pattern_and_seeds_as_one_arm(tmp_path):
+    store = RunStore(tmp_path)
+    for seed in (0, 1):
+        finish(store, RunSpec(experiment="dapo", preset="smoke", seed=seed), kl=(0.01 * (1 + seed), 0.02))
+    with pytest.raises(
+        notebook.ParameterError, match="pattern='gsm8k/\\*' matches none of the 2 finished runs"
+    ):
+        matching_runs(store, "gsm8k/*")
+    table = run_curves_table(matching_runs(store, ""))
+    assert set(table["arm"]) == {"dapo/smoke-int8-acr"} and set(table["seed"]) == {0, 1}
+    assert table.groupby("seed")["mismatch/kl_k3"].first().tolist() == pytest.approx([0.01, 0.02])
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "credit"),
+    [
+        ("1304", "1304", 1),
+        ("1404", "1304", 0.75),
+        ("304", "1304", 0.75),
+        ("", "1304", 0),
+        ("13040", "1304", 0),
+    ],
+)
+def test_partial_credit(text, gold, credit):
+    """Digits are compared from the last one, over the longer of the two: 304 has three of the four digits of 1304."""
+    assert PartialCredit.credit(text, gold) == credit
+
+
+def test_live_curves_draw_at_most_every_so_many_seconds(monkeypatch):
+    class Handle:
+        drawn = 0
+
+        def update(self, figure):
+            Handle.drawn += 1
+
+    class State:
+        log_history = [{"step": 1, "reward": 0.5, "mismatch/kl_k3": 0.01}]  # noqa: RUF012
+        global_step, max_steps = 1, 10
+
+    monkeypatch.setattr("IPython.display.display", lambda figure, display_id: Handle())
+    assert len(history(State.log_history)) == 1
+    live = LiveCurves(seconds=3600)
+    for _ in range(3):
+        live.on_log(None, State, None)
+    assert Handle.drawn == 0  # the first drawing is the display itself, the others come too soon
+    live.on_train_end(None, State, None)
+    assert Handle.drawn == 1
