@@ -4,6 +4,7 @@ Three tiers: unmarked tests run in `make test`; `slow` ones (minutes) only in `m
 skipped on a machine without a GPU.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,25 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder shared/ beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def finish_run():
+    """``finish_run(store, spec, ...)`` leaves a finished run with the files of `qurl.training.train`."""
+    import pandas as pd
+
+    def finish(store, spec, *, after: float = 0.5, kl=(0.01, 0.02), steps: int = 20) -> None:
+        folder = store.folder(spec)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+        growth = [kl[0] if step < steps / 2 else kl[1] for step in range(steps)]
+        table = pd.DataFrame(
+            {"reward": 0.4, "mismatch/kl_k3": growth, "mismatch/w_max": 3.0, "clip_ratio/region_mean": 0.01},
+            index=pd.RangeIndex(1, steps + 1, name="step"),
+        )
+        table.to_csv(folder / "metrics.csv")
+        accuracy = {"before": {"mean": 0.25}, "after": {"mean": after}, "gain": {"mean": after - 0.25}}
+        result = {"spec": spec.model_dump(), "accuracy": accuracy, "steps": steps, "seconds": 60.0}
+        (folder / "result.json").write_text(json.dumps(result))
+
+    return finish

@@ -1,6 +1,5 @@
 """Recipes, run store, orchestrator and verdicts; the runs themselves are in tests/test_reproduce.py."""
 
-import json
 import os
 import shutil
 import signal
@@ -167,23 +166,7 @@ def test_means_of_table_3():
 SPEC = RunSpec(experiment="dapo", preset="smoke", seed=5)
 
 
-def finish(store: RunStore, spec: RunSpec, *, after: float = 0.5, kl=(0.01, 0.02), steps: int = 20) -> None:
-    """A finished run with the files that `qurl.training.train` leaves."""
-    folder = store.folder(spec)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".lock").touch()
-    growth = [kl[0] if step < steps / 2 else kl[1] for step in range(steps)]
-    table = pd.DataFrame(
-        {"reward": 0.4, "mismatch/kl_k3": growth, "mismatch/w_max": 3.0, "clip_ratio/region_mean": 0.01},
-        index=pd.RangeIndex(1, steps + 1, name="step"),
-    )
-    table.to_csv(folder / "metrics.csv")
-    accuracy = {"before": {"mean": 0.25}, "after": {"mean": after}, "gain": {"mean": after - 0.25}}
-    result = {"spec": spec.model_dump(), "accuracy": accuracy, "steps": steps, "seconds": 60.0}
-    (folder / "result.json").write_text(json.dumps(result))
-
-
-def test_states_of_a_run(tmp_path):
+def test_states_of_a_run(tmp_path, finish_run):
     store = RunStore(tmp_path)
     assert store.state(SPEC) == "missing"
     folder = store.folder(SPEC)
@@ -198,17 +181,17 @@ def test_states_of_a_run(tmp_path):
     process.kill()
     process.wait()
     assert store.state(SPEC) == "stopped"
-    finish(store, SPEC)
+    finish_run(store, SPEC)
     assert store.state(SPEC) == "finished"
     assert store.load(SPEC).metrics.index.name == "step"
     assert store.table()[["seed", "after"]].to_dict("records") == [{"seed": 5, "after": 50.0}]
 
 
-def test_damaged_and_missing_files_are_told(tmp_path):
+def test_damaged_and_missing_files_are_told(tmp_path, finish_run):
     store = RunStore(tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no finished run: qurl reproduce makes it"):
         store.load(SPEC)
-    finish(store, SPEC)
+    finish_run(store, SPEC)
     (store.folder(SPEC) / "metrics.csv").unlink()
     with pytest.raises(FileNotFoundError, match="gone from a finished run: delete the folder"):
         store.load(SPEC)
@@ -217,9 +200,9 @@ def test_damaged_and_missing_files_are_told(tmp_path):
         store.load(SPEC)
 
 
-def test_a_folder_copied_under_another_name_is_not_a_run(tmp_path):
+def test_a_folder_copied_under_another_name_is_not_a_run(tmp_path, finish_run):
     store = RunStore(tmp_path)
-    finish(store, SPEC)
+    finish_run(store, SPEC)
     shutil.copytree(store.folder(SPEC), store.folder(SPEC).with_name("copy"))
     assert [run.spec for run in store] == [SPEC]
 
@@ -264,9 +247,9 @@ def specs(count: int) -> list[RunSpec]:
     return [RunSpec(experiment="dapo", preset="smoke", seed=seed) for seed in range(count)]
 
 
-def test_fill_executes_what_is_missing_and_tells_progress(tmp_path, standin):
+def test_fill_executes_what_is_missing_and_tells_progress(tmp_path, standin, finish_run):
     store, lines = RunStore(tmp_path / "runs"), []
-    finish(store, specs(3)[0])
+    finish_run(store, specs(3)[0])
     orchestrator = Orchestrator(store, 1, report=lines.append, command=standin(0.1))
     assert orchestrator.fill(specs(3))
     assert [line.split()[0] for line in standin.started()] == [spec.name for spec in specs(3)[1:]]
@@ -323,11 +306,11 @@ def test_a_killed_run_can_go_on(tmp_path, standin):
     assert Orchestrator(store, 1, command=standin(0.1)).fill(specs(1))
 
 
-def test_a_full_disk_stops_before_the_next_run(tmp_path, standin, monkeypatch):
+def test_a_full_disk_stops_before_the_next_run(tmp_path, standin, monkeypatch, finish_run):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 1 << 30, 5 << 20))
     store = RunStore(tmp_path / "runs")
-    finish(store, specs(2)[0])
+    finish_run(store, specs(2)[0])
     with pytest.raises(OSError, match="has 5 MiB left, and a run needs 200: make room"):
         Orchestrator(store, 1, command=standin(0.1)).fill(specs(2))
     assert store.state(specs(2)[0]) == "finished"
@@ -356,9 +339,9 @@ def test_reproduce_refuses_in_one_sentence(tmp_path, arguments, sentence):
         reproduce(**arguments, runs_dir=tmp_path)
 
 
-def test_dry_run_lists_commands_that_papermill_understands(tmp_path):
+def test_dry_run_lists_commands_that_papermill_understands(tmp_path, finish_run):
     lines = []
-    finish(RunStore(tmp_path), RunSpec(experiment="dapo", preset="smoke", dtype="bf16", objective="tis"))
+    finish_run(RunStore(tmp_path), RunSpec(experiment="dapo", preset="smoke", dtype="bf16", objective="tis"))
     reproduce("smoke", ["tab_dapo"], 1, runs_dir=tmp_path, dry_run=True, report=lines.append)
     assert len(lines) == 9 and lines[0].endswith("# finished")
     assert (
@@ -383,9 +366,9 @@ def test_interval_of_three_seeds():
     assert pd.isna(mean_interval([1])[1])
 
 
-def test_measures_of_a_run(tmp_path):
+def test_measures_of_a_run(tmp_path, finish_run):
     store = RunStore(tmp_path)
-    finish(store, SPEC, after=0.75, kl=(0.002, 0.024))
+    finish_run(store, SPEC, after=0.75, kl=(0.002, 0.024))
     told = measures(store.load(SPEC))
     assert told["gain"] == pytest.approx(50) and told["after"] == 75
     assert (told["kl_first"], told["kl_last"], told["kl_growth"]) == pytest.approx((0.002, 0.024, 12))
@@ -440,10 +423,12 @@ def test_no_verdict_at_smoke_and_without_runs():
     assert told["verdict"] == "not testable with this preset" and "no finished run of c" in told["reason"]
 
 
-def test_collect_and_scores(tmp_path):
+def test_collect_and_scores(tmp_path, finish_run):
     store = RunStore(tmp_path)
     for seed, after in enumerate((0.5, 0.7)):
-        finish(store, RunSpec(experiment="gsm8k", preset="smoke", objective="tis", seed=seed), after=after)
+        finish_run(
+            store, RunSpec(experiment="gsm8k", preset="smoke", objective="tis", seed=seed), after=after
+        )
     results = collect(store, "tab_gsm8k", "smoke", 2)
     assert len(results.runs) == 2 and len(results.missing) == 12
     assert set(results.curves["arm"]) == {"INT8, TIS (FlashRL)"}

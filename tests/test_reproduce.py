@@ -19,6 +19,8 @@ from qurl.plots import windowed
 
 ROOT = project_root()
 SVG = b"<?xml"
+# Some thirty processes, each with an engine.
+pytestmark = pytest.mark.timeout(2400)
 
 
 def qurl(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:

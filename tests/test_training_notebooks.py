@@ -14,7 +14,6 @@ from qurl import notebook
 from qurl.diagnostics import history
 from qurl.experiments import RunSpec, RunStore
 from qurl.exploration.training import LiveCurves, PartialCredit, matching_runs, run_curves_table
-from tests.test_experiments import finish
 
 ROOT = notebook.project_root() / "notebooks"
 
@@ -69,20 +68,20 @@ def test_own_task_notebook(tmp_path):
         assert all(int(x) + int(y) > 9 for x, y in zip(a, b, strict=True))
 
 
-def test_compare_notebook(tmp_path):
+def test_compare_notebook(tmp_path, finish_run):
     store = RunStore(tmp_path / "store")
     for seed, objective in ((0, "tis"), (1, "tis"), (0, "acr")):
-        finish(store, RunSpec(experiment="dapo", preset="smoke", objective=objective, seed=seed))
+        finish_run(store, RunSpec(experiment="dapo", preset="smoke", objective=objective, seed=seed))
     executed = execute("50_compare_runs", tmp_path, runs_dir=str(tmp_path / "store"), pattern="dapo/*")
     assert "3 runs" in printed(executed)
     (picture,) = pictures(executed)
     assert (picture < 250).mean() > 0.01
 
 
-def test_runs_by_pattern_and_seeds_as_one_arm(tmp_path):
+def test_runs_by_pattern_and_seeds_as_one_arm(tmp_path, finish_run):
     store = RunStore(tmp_path)
     for seed in (0, 1):
-        finish(store, RunSpec(experiment="dapo", preset="smoke", seed=seed), kl=(0.01 * (1 + seed), 0.02))
+        finish_run(store, RunSpec(experiment="dapo", preset="smoke", seed=seed), kl=(0.01 * (1 + seed), 0.02))
     with pytest.raises(
         notebook.ParameterError, match="pattern='gsm8k/\\*' matches none of the 2 finished runs"
     ):
