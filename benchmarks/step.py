@@ -7,7 +7,7 @@ All arms live in one process and take turns; each turn is one generation batch w
 is stock GRPOTrainer, which samples with transformers' generate (it cannot sync into vLLM on a CPU). "int8, reused
 logps" takes one optimizer step per batch and its proximal log-probs from the training forward pass; "int8, recomputed"
 is the same with the forward pass of its own. Times are medians over rounds, after a turn that warms up; ratios are of
-the same round.
+the same round. CPU seconds, over all threads, tell more than seconds where other jobs share the machine.
 """
 
 import statistics
@@ -87,22 +87,24 @@ def main() -> None:
         ratios = {other: statistics.median(seconds[other] / seconds[arm]) for other in trainers}
         versus = "  ".join(f"{other}: {ratio:.2f}" for other, ratio in ratios.items() if other != arm)
         print(
-            f"{arm:20} {of_arm['seconds']:7.2f} s  rollout {of_arm['rollout_seconds']:6.2f}  "
-            f"sync {of_arm['sync_seconds']:5.2f}  tokens {of_arm['tokens']:6.0f}  | faster than  {versus}"
+            f"{arm:20} {of_arm['seconds']:7.2f} s  CPU {of_arm['cpu_seconds']:7.2f}  "
+            f"rollout {of_arm['rollout_seconds']:6.2f}  sync {of_arm['sync_seconds']:5.2f}  "
+            f"tokens {of_arm['tokens']:6.0f}  | faster than  {versus}"
         )
 
 
 def turn(arm: str, trainer, round_: int) -> dict:
     """One generation batch with its optimizer steps; the same prompts in each arm of a round."""
     trainer.args.seed = round_
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     trainer.train()
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     log = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     return {
         "round": round_,
         "arm": arm,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "rollout_seconds": log.get("rollout/seconds"),
         "sync_seconds": log.get("rollout/sync_seconds"),
         "tokens": round(log["completions/mean_length"] * trainer.args.generation_batch_size),
