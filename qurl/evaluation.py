@@ -28,6 +28,7 @@ import pandas as pd
 
 import qurl
 from qurl.arguments import number, whole_number
+from qurl.files import whole_file, write_whole
 from qurl.models import resolve_model
 from qurl.tasks import Task
 
@@ -554,9 +555,8 @@ class _Store(_Memory):
             self.settings = json.loads((self.folder / _SETTINGS).read_text())
             evaluation = super().finish(ids, same)
             if evaluation.complete:
-                partial = self.folder / f".{_SAMPLES}.partial"
-                evaluation.samples.to_parquet(partial, index=False)
-                os.replace(partial, self.folder / _SAMPLES)
+                with whole_file(self.folder / _SAMPLES) as partial:
+                    evaluation.samples.to_parquet(partial, index=False)
                 result = {
                     key: value
                     for key, value in vars(evaluation).items()
@@ -573,13 +573,6 @@ class _Store(_Memory):
 def _without_place(settings: dict[str, Any]) -> dict[str, Any]:
     data = {key: value for key, value in settings["data"].items() if key not in ("source", "revision")}
     return settings | {"data": data}
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)
 
 
 def load_evaluation(folder: str | os.PathLike) -> Evaluation:

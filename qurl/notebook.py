@@ -9,7 +9,6 @@ import ast
 import difflib
 import json
 import math
-import os
 import platform
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ import pydantic
 
 import qurl
 from qurl.arguments import split_numbers
+from qurl.files import whole_file
 
 # papermill's translator writes this above the parameters it injects.
 _INJECTED = "# Parameters"
@@ -269,12 +269,9 @@ def save_results(folder: Path, name: str, figure, table, result: dict[str, Any],
     }
     paths = {}
     for file, write in writers.items():
-        partial, paths[file] = folder / f".{file}.partial", folder / file
-        try:
+        paths[file] = folder / file
+        with whole_file(paths[file]) as partial:
             write(partial)
-            os.replace(partial, paths[file])
-        finally:
-            partial.unlink(missing_ok=True)
     return paths
 
 

@@ -26,7 +26,8 @@ from trl import TrlParser
 
 from qurl.config import QuRLConfig
 from qurl.diagnostics import history
-from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation, write_whole
+from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation
+from qurl.files import write_whole
 from qurl.models import resolve_model
 from qurl.notebook import provenance
 from qurl.rewards import SoftOverlong

@@ -15,7 +15,7 @@ from qurl import notebook
 from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, recipe, recipe_table
 from qurl.experiments.figures import CLAIMS
 from qurl.experiments.matrix import FIGURES, arms, runs
-from qurl.experiments.orchestrator import Orchestrator, reproduce, train_command
+from qurl.experiments.orchestrator import Orchestrator, claims_table, reproduce, train_command
 from qurl.experiments.paper import DEEPSCALER_SETS, TABLES
 from qurl.experiments.recipes import GPUS
 from qurl.experiments.results import Claim, collect, judge, mean_interval, measures, scores
@@ -436,3 +436,29 @@ def test_collect_and_scores(tmp_path, finish_run):
     assert table[["arm", "mean", "seeds", "paper"]].to_dict("records") == [
         {"arm": "int8-tis", "mean": 60.0, "seeds": 2, "paper": 51.40}
     ]
+
+
+def test_claims_page_shows_every_verdict(tmp_path):
+    claims = [
+        {
+            "claim": "ACR is better",
+            "paper": "2 against 1",
+            "ours": "+1",
+            "verdict": "reproduced",
+            "reason": "so",
+        },
+        {
+            "claim": "UAQ adds",
+            "paper": "3",
+            "ours": "",
+            "verdict": "not testable with this preset",
+            "reason": "no",
+        },
+    ]
+    folder = tmp_path / "tab_dapo" / "cpu"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps({"claims": claims}))
+    page = claims_table(tmp_path)
+    assert "## [tab_dapo/cpu](tab_dapo/cpu)" in page
+    assert "| ACR is better | 2 against 1 | +1 | **reproduced**: so |" in page
+    assert "| UAQ adds | 3 | – | **not testable with this preset**: no |" in page

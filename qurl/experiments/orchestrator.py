@@ -22,6 +22,7 @@ from typing import IO
 from qurl.experiments.matrix import FIGURES, runs
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
+from qurl.files import whole_file
 from qurl.notebook import project_root
 
 PIPELINES = ("fig_speedup", "fig_weight_update", *FIGURES)
@@ -59,17 +60,23 @@ def train_command(spec: RunSpec, store: RunStore) -> list[str]:
     return [*command, "--log-output", "--no-progress-bar"]
 
 
-def figure_command(figure: str, preset: str, seeds: int, store: RunStore) -> list[str]:
-    """The papermill command of a figure or table; the executed notebook goes beside its results."""
-    folder = store.root / figure / preset
-    command = ["papermill", str(project_root() / "pipelines" / f"{figure}.ipynb")]
-    command += [str(folder / f"{figure}.ipynb"), "-k", "python3"]
-    parameters = {"preset": preset, "output_dir": str(folder)}
+def figure_commands(figure: str, preset: str, seeds: int, store: RunStore) -> dict[Path, list[str]]:
+    """The papermill commands of a figure or table, by the folder of its results and executed notebook."""
     if figure in FIGURES:
-        parameters |= {"seeds": seeds, "runs_dir": str(store.root)}
-    for name, value in parameters.items():
-        command += ["-p", name, str(value)]
-    return [*command, "--log-output", "--no-progress-bar"]
+        variants = {preset: {"seeds": seeds, "runs_dir": str(store.root)}}
+    elif figure == "fig_speedup":
+        variants = {f"{preset}-{dtype}": {"dtype": dtype} for dtype in ("int8", "fp8")}
+    else:
+        variants = {preset: {}}
+    commands = {}
+    for variant, parameters in variants.items():
+        folder = store.root / figure / variant
+        command = ["papermill", str(project_root() / "pipelines" / f"{figure}.ipynb")]
+        command += [str(folder / f"{figure}.ipynb"), "-k", "python3"]
+        for name, value in (parameters | {"preset": preset, "output_dir": str(folder)}).items():
+            command += ["-p", name, str(value)]
+        commands[folder] = [*command, "--log-output", "--no-progress-bar"]
+    return commands
 
 
 class Orchestrator:
@@ -338,29 +345,63 @@ def _commands(specs, figures, preset, seeds, store, train_only) -> Iterator[str]
         yield " ".join(train_command(spec, store)) + note
     if not train_only:
         for figure in figures:
-            yield " ".join(figure_command(figure, preset, seeds, store))
+            yield from map(" ".join, figure_commands(figure, preset, seeds, store).values())
 
 
-def _draw(figure: str, preset: str, seeds: int, store: RunStore, report, promote: bool) -> bool:
-    folder = store.root / figure / preset
+def _draw(figure: str, folder: Path, command: list[str], report: Callable[[str], None]) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     report(f"drawing {figure}")
     log = folder / f"{figure}.log"
     with open(log, "w") as stream:
-        command = [sys.executable, "-m", *figure_command(figure, preset, seeds, store)]
-        code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+        code = subprocess.call(
+            [sys.executable, "-m", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
     if code:
         report(f"FAILED {figure}: {_last_line(str(log))} (log: {log})")
         return False
     for claim in json.loads((folder / "result.json").read_text()).get("claims", []):
         report(f"  {claim['claim']}: {claim['verdict']}")
-    if promote:
-        target = project_root() / "data" / "results" / figure / preset
-        target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(folder.iterdir()):
-            if file.suffix in _PROMOTED:
-                partial = target / f".{file.name}.partial"
-                shutil.copyfile(file, partial)
-                os.replace(partial, target / file.name)
-        report(f"  results: {target}")
     return True
+
+
+def results_root() -> Path:
+    """Where small results are kept in the repository."""
+    return project_root() / "data" / "results"
+
+
+def _promote(folder: Path, target: Path) -> None:
+    """Copy pictures and tables, each whole or not at all."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _PROMOTED:
+            with whole_file(target / file.name) as partial:
+                shutil.copyfile(file, partial)
+
+
+def claims_table(root: Path) -> str:
+    """All verdicts below a folder of results as a Markdown page, by pipeline."""
+    lines = [
+        "# The paper's claims, and what came out here",
+        "",
+        "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commit and hardware.",
+    ]
+    for file in sorted(root.glob("*/*/result.json")):
+        claims = json.loads(file.read_text()).get("claims")
+        if not claims:
+            continue
+        place = file.parent.relative_to(root)
+        lines += ["", f"## [{place}]({place})", "", "| claim | paper | here | verdict |", "|---|---|---|---|"]
+        for claim in claims:
+            setting = (
+                f" (batch {claim['batch_size']}, {claim['max_tokens']} tokens)"
+                if "batch_size" in claim
+                else ""
+            )
+            verdict = f"**{claim['verdict']}**: {claim['reason']}"
+            lines.append(
+                f"| {claim['claim']}{setting} | {claim['paper']} | {claim['ours'] or '–'} | {verdict} |"
+            )
+    return "\n".join(lines) + "\n"
