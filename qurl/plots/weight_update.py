@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from qurl.plots.style import NAMES, PALETTE
 
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN = (PALETTE[index] for index in (0, 1, 2, 3, 4, 5))
+_PAPER_SCALE = 1.5
 _DTYPE_COLOURS = {"int8": _BLUE, "fp8": _ORANGE}
 _DTYPE_MARKERS = {"int8": "o", "fp8": "s"}
 
@@ -132,7 +133,8 @@ def _draw_gains(axes, gains: pd.DataFrame, steps: int) -> None:
 def _draw_ratios(axes, layers: pd.DataFrame, steps: int) -> None:
     rows = layers[(layers["optimizer"] == "adamw") & (layers["window"] == "whole batch")]
     projections = list(dict.fromkeys(rows["projection"]))
-    compared = (1.0, rows["s"].max())
+    scales = set(rows["s"])
+    compared = (1.0, _PAPER_SCALE if _PAPER_SCALE in scales else max(scales))
     series = [(dtype, s) for dtype in ("int8", "fp8") for s in compared]
     for index, (dtype, s) in enumerate(series):
         part = rows[(rows["dtype"] == dtype) & (rows["s"] == s)]
@@ -162,12 +164,10 @@ def _draw_ratios(axes, layers: pd.DataFrame, steps: int) -> None:
 
 def _draw_codes(axes, layers: pd.DataFrame, steps: int) -> None:
     rows = layers[(layers["optimizer"] == "adamw") & (layers["window"] == "whole batch")]
-    rows = rows.assign(
-        changed=rows["codes_changed"] * rows["codes"], moved=rows["update_to_step"] * rows["codes"]
-    )
+    rows = rows.assign(changed=rows["codes_changed"] * rows["codes"])
     scales = sorted(rows["s"].unique())
     for (dtype, weights), part in rows.groupby(["dtype", "weights"], sort=False):
-        sums = part.groupby("s")[["changed", "moved", "codes"]].sum()
+        sums = part.groupby("s")[["changed", "codes"]].sum()
         scaled = weights == "q/k/v, gate/up"
         axes.plot(
             sums.index,
@@ -180,11 +180,11 @@ def _draw_codes(axes, layers: pd.DataFrame, steps: int) -> None:
             label=f"{NAMES[dtype]}: {weights}",
         )
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     axes.set_xticks(scales, [f"{s:g}" for s in scales])
     axes.set(
         xlabel="UAQ scale s",
         ylabel="Codes changed",
-        title=f"AdamW, {steps} steps: codes that are another one at the next sync",
+        title=f"AdamW, {steps} steps: codes that differ at the next sync",
     )
     axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
