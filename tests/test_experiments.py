@@ -1,5 +1,6 @@
 """Recipes, run store, orchestrator and verdicts; the runs themselves are in tests/test_reproduce.py."""
 
+import json
 import os
 import shutil
 import signal
