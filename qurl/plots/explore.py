@@ -33,7 +33,7 @@ def _figure(width: float, height: float, *grid: int, **options):
 
 
 def weight_errors(errors: pd.DataFrame) -> Figure:
-    """Error of each projection over the layers, one panel per format.
+    """Error of each projection over the layers, one panel per format, each with an axis of its own.
 
     Parameters
     ----------
@@ -45,24 +45,27 @@ def weight_errors(errors: pd.DataFrame) -> Figure:
     matplotlib.figure.Figure
     """
     formats = list(dict.fromkeys(errors["format"]))
-    figure, panels = _figure(4.4 * len(formats) + 1.6, 4.2, 1, len(formats), sharey=True, squeeze=False)
+    figure, panels = _figure(4.4 * len(formats) + 1.6, 4.2, 1, len(formats), squeeze=False)
     for axes, name in zip(panels[0], formats, strict=True):
         rows = errors[errors["format"] == name]
-        last = axes is panels[0][-1]
         sns.lineplot(
             rows,
             x="layer",
             y="error",
             hue="projection",
             style="projection",
-            markers=len(rows) < 60,
+            markers=True,
+            markersize=5,
             palette="colorblind",
-            legend=last,
+            legend=axes is panels[0][-1],
             ax=axes,
         )
-        axes.set(title=name, xlabel="Decoder layer", ylabel="Relative error ‖W − Ŵ‖ / ‖W‖", yscale="log")
+        # Axes of their own, from zero: the errors of INT8 and of 3 bits differ by 40 times.
+        axes.set(title=f"{name}: median {rows['error'].median():.2%}", xlabel="Decoder layer", ylabel="")
+        axes.set_ylim(0, rows["error"].max() * 1.15)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    panels[0][0].set_ylabel("Relative error ‖W − Ŵ‖ / ‖W‖")
     sns.move_legend(panels[0][-1], "center left", bbox_to_anchor=(1, 0.5), title=None, frameon=False)
     return figure
 
@@ -139,6 +142,8 @@ def activation_errors(errors: pd.DataFrame) -> Figure:
     right.set_xticks(_round_ticks(shown["peak"].min(), shown["peak"].max()))
     right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     right.legend(title=None, loc="upper left")
+    left.set_yticks(_round_ticks(shown["error"].min() / 1.5, shown["error"].max() * 1.5))
+    left.yaxis.set_minor_locator(NullLocator())
     left.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     return figure
 
@@ -390,7 +395,7 @@ def _draw_codes_changed(axes, gains: pd.DataFrame, optimizers: list[str], learni
             rows = shown[(shown["optimizer"] == optimizer) & (shown["arm"] == arm)]
             axes.plot(rows["scale"], rows["codes_changed"], color=PALETTE[2 + 2 * index], **style)
     scales = sorted(shown["scale"].unique())
-    axes.set_xticks(scales)
+    axes.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axes.set(title="Codes that the step changed", xlabel="UAQ scale s", ylabel="Share of all codes")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylim(bottom=0)
