@@ -24,6 +24,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 # Where the paper's KL(behav‖prox) starts, and where its TIS run collapses (Fig. 3).
 _PAPER_KL = {"paper, start": 0.002, "paper, TIS collapses": 0.025}
 _CLIPPED = "0.55"
+_FORMATS = {"BF16": "0.45", "INT8": PALETTE[0], "FP8": PALETTE[1]}
 
 
 def _figure(width: float, height: float, *grid: int, **options):
@@ -116,7 +117,7 @@ def activation_errors(errors: pd.DataFrame) -> Figure:
     matplotlib.figure.Figure
     """
     figure, (left, right) = _figure(13, 4.4, 1, 2, sharey=True, width_ratios=(1.2, 1))
-    style = {"hue": "format", "palette": dict(zip(("INT8", "FP8"), PALETTE, strict=False))}
+    style = {"hue": "format", "palette": _FORMATS}
     # q, k and v read the same vector, and so do gate and up.
     readers = {
         "q_proj": "q, k, v",
@@ -174,7 +175,8 @@ def mismatch(tokens: pd.DataFrame, kl: pd.DataFrame) -> Figure:
     for index, name in enumerate(kl.index):
         sizes = np.sort(tokens.loc[tokens["format"] == name, "log_w"].abs())
         share = 1 - np.arange(len(sizes)) / len(sizes)
-        style = {"color": PALETTE[index % len(PALETTE)], "linestyle": dashes[index % len(dashes)]}
+        colour = _FORMATS.get(name) or PALETTE[2 + index % (len(PALETTE) - 2)]
+        style = {"color": colour, "linestyle": dashes[index % len(dashes)]}
         left.step(sizes, share, where="post", label=name, **style)
         right.errorbar(
             kl.loc[name, "kl"],
@@ -190,14 +192,15 @@ def mismatch(tokens: pd.DataFrame, kl: pd.DataFrame) -> Figure:
     left.set(
         xscale="log",
         yscale="log",
-        xlabel="x",
+        xlabel="x (nats)",
         ylabel="Share of sampled tokens with |log w| ≥ x",
         title="w = π_prox / π_behav, per token",
     )
     left.set_xlim(left=1e-4)
+    left.axvline(np.log(2), color="0.25", linewidth=1, label="w = 2 or ½")
     left.legend(loc="lower left", frameon=True)
     for (label, value), linestyle in zip(_PAPER_KL.items(), (":", "--"), strict=True):
-        right.axvline(value, color=PALETTE[3], linestyle=linestyle, label=f"{label}: {value:g}")
+        right.axvline(value, color="0.25", linestyle=linestyle, label=f"{label}: {value:g}")
     right.set_yticks(range(len(kl)), kl.index)
     right.set_ylim(len(kl) - 0.4, -0.6)
     right.set(xscale="log", xlabel="KL(behav‖prox), k3, nats per token (± standard error)", title="KL")
