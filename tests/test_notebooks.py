@@ -148,7 +148,7 @@ def test_uaq(tmp_path):
     assert "adamw  linears behind norms     1.500 × α" in done.printed
     assert "sgd    linears behind norms     2.250 × α" in done.printed
     assert "sgd    norms in front of them   0.444 × α" in done.printed
-    # The live table, measured: linears 1.5 times, norms 2/3 times, other matrices as they were; Table 4's arm 1.5 times.
+    # The live table, measured: linears 1.5 times, norms 2/3 times, other matrices once; Table 4's arm all 1.5 times.
     assert done.row("uaq", done.values)[:3] == pytest.approx([1.5, 2 / 3, 1], rel=2e-3)
     assert done.row("higher rate", done.values)[:3] == pytest.approx([1.5] * 3, rel=1e-3)
     assert done.controls == 1
