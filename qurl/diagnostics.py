@@ -24,7 +24,7 @@ METRICS = {
     "rollout/sync_seconds": "quantize, load and check, seconds",
     "rollout/seconds": "sampling, seconds",
     "rollout/tokens_per_second": "sampled tokens over sampling seconds, on this process",
-    "rollout/sync_share": "sync seconds over the seconds since the sync before",
+    "rollout/sync_share": "sync seconds over the seconds since the sync before, evaluations left out",
     "rollout/codes_changed": "share of codes that differ from the sync before",
     "mismatch/staleness_k3": "KL(prox‖current policy), k3, nats per token; 0 at the first optimizer step of a batch",
     "attribution/quantization_k3": "behaviour policy against the same engine in BF16, k3 on the sampled tokens, nats",
