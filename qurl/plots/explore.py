@@ -193,7 +193,7 @@ def mismatch(tokens: pd.DataFrame, kl: pd.DataFrame) -> Figure:
         xscale="log",
         yscale="log",
         xlabel="x (nats)",
-        ylabel="Share of sampled tokens with |log w| ≥ x",
+        ylabel="Share of tokens with |log w| ≥ x",
         title="w = π_prox / π_behav, per token",
     )
     left.set_xlim(left=1e-4)
