@@ -17,6 +17,7 @@ from qurl.experiments import TrainConfig
 from qurl.experiments.figures import FigureConfig
 from qurl.experiments.matrix import FIGURES
 from qurl.experiments.weight_update import WeightUpdateConfig
+from qurl.exploration import codes, gradients, training, uaq_step
 
 ROOT = notebook.project_root()
 CONFIGS = {
@@ -24,6 +25,12 @@ CONFIGS = {
     "pipelines/fig_weight_update.ipynb": WeightUpdateConfig,
     "pipelines/train.ipynb": TrainConfig,
     "notebooks/00_quickstart.ipynb": QuickstartConfig,
+    "notebooks/10_quantization.ipynb": codes.QuantizationConfig,
+    "notebooks/20_objectives.ipynb": gradients.ObjectivesConfig,
+    "notebooks/30_uaq.ipynb": uaq_step.UaqConfig,
+    "notebooks/40_train.ipynb": training.TrainConfig,
+    "notebooks/50_compare_runs.ipynb": training.CompareConfig,
+    "notebooks/90_your_own_task.ipynb": training.OwnTaskConfig,
     **{f"pipelines/{figure}.ipynb": FigureConfig for figure in FIGURES},
 }
 SHIPPED = sorted(

@@ -174,10 +174,8 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     mean, low, high = mean_interval(differences)
     numbers = {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
     against = claim.right if isinstance(claim.right, str) else f"{claim.right:g}"
-    told |= numbers | {
-        "ours": f"{claim.measure}, {claim.left} minus {against}: {mean:+.3g} ({low:+.3g} to {high:+.3g}, "
-        f"{len(differences)} seeds)"
-    }
+    interval = f"{low:+.3g} to {high:+.3g}, {len(differences)} seeds" if len(differences) > 1 else "one seed"
+    told |= numbers | {"ours": f"{claim.measure}, {claim.left} minus {against}: {mean:+.3g} ({interval})"}
     if preset == "smoke":
         return told | {"reason": "a few steps say nothing"}
     if len(differences) < 2:

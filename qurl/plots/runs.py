@@ -55,7 +55,7 @@ def curves(
     *,
     title: str = "",
     references: dict[str, Sequence[tuple[float, str]]] | None = None,
-    legend_columns: int = 3,
+    legend_columns: int = 4,
 ) -> Figure:
     """Metrics of runs over their optimizer steps, a panel each.
 
@@ -201,7 +201,7 @@ def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title:
                 fontsize="small",
             )
     paper.margins(x=0.18)
-    paper.set(xlabel="Accuracy (%)", title=f"The paper, {paper_title}")
+    paper.set(xlabel="Accuracy (%)", title=f"The paper\n{paper_title}")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title)
     return figure
