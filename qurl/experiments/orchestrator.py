@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from qurl.experiments.launch import launch_command
 from qurl.experiments.matrix import FIGURES, runs
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
@@ -342,7 +343,10 @@ def reproduce(
 def _commands(specs, figures, preset, seeds, store, train_only) -> Iterator[str]:
     for spec in specs:
         note = {"finished": "  # finished", "running": "  # running"}.get(store.state(spec), "")
-        yield " ".join(train_command(spec, store)) + note
+        command = (
+            launch_command(spec, store.folder(spec)) if preset == "paper" else train_command(spec, store)
+        )
+        yield " ".join(command) + note
     if not train_only:
         for figure in figures:
             yield from map(" ".join, figure_commands(figure, preset, seeds, store).values())
