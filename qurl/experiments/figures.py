@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from qurl.experiments.matrix import runs
+from qurl.experiments.matrix import MAX_SEEDS, runs
 from qurl.experiments.orchestrator import Orchestrator, core_count
 from qurl.experiments.paper import KL_COLLAPSE, KL_STABLE, NAIVE_CLIPPED_SHARE, TABLES
 from qurl.experiments.results import Claim, Results, collect, judge
@@ -16,7 +16,7 @@ class FigureConfig(Parameters):
     """Parameters of a notebook that reads runs."""
 
     preset: Literal["smoke", "cpu", "paper"] = pydantic.Field(examples=["cpu"])
-    seeds: int = pydantic.Field(ge=1, le=100, examples=[3])
+    seeds: int = pydantic.Field(ge=1, le=MAX_SEEDS, examples=[3])
     run_missing: bool = pydantic.Field(examples=[False])
     runs_dir: str = pydantic.Field(examples=["runs"])
     output_dir: str = pydantic.Field(examples=["runs/fig_objectives/cpu"])

@@ -26,6 +26,8 @@ _LABELS = {
     "tis": "TIS (FlashRL)",
     "acr": "ACR (QuRL)",
 }
+MAX_SEEDS = 100
+
 # The step count of the long pair: TIS parts from ACR late.
 _LONG = {"smoke": 8, "cpu": 3000, "paper": 0}
 

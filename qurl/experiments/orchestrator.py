@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -19,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from qurl.experiments.launch import launch_command
-from qurl.experiments.matrix import FIGURES, runs
+from qurl.experiments.matrix import FIGURES, MAX_SEEDS, runs
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
-from qurl.files import whole_file
+from qurl.files import whole_file, write_whole
 from qurl.notebook import project_root
 
 PIPELINES = ("fig_speedup", "fig_weight_update", *FIGURES)
@@ -45,6 +46,12 @@ class _Job:
     slot: int
     claim: contextlib.ExitStack
     started: float = field(default_factory=time.monotonic)
+    # Its kernel has a session of its own and outlives papermill, so it is noted while papermill still is its parent.
+    processes: set[psutil.Process] = field(default_factory=set)
+
+    def note_processes(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            self.processes |= set(psutil.Process(self.process.pid).children(recursive=True))
 
 
 def train_command(spec: RunSpec, store: RunStore) -> list[str]:
@@ -126,7 +133,9 @@ class Orchestrator:
             After the running ones have been stopped.
         """
         waiting = [spec for spec in specs if self.store.state(spec) != "finished"]
-        self._seconds = [run.result["seconds"] for run in self.store.finished(specs)]
+        self._seconds = [
+            run.result["seconds"] for run in self.store.finished(specs)
+        ]  # also finds damaged ones
         self.report(self._progress(specs, waiting))
         try:
             while waiting or self._running:
@@ -176,7 +185,7 @@ class Orchestrator:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | self._threads(),
-            start_new_session=True,  # its kernel and engine are stopped with it
+            start_new_session=True,  # Ctrl-C in a terminal is for the orchestrator, which stops its runs
             preexec_fn=lambda: self._pin(slot),
         )
         self.report(f"started {spec.experiment}/{spec.name}")
@@ -197,6 +206,7 @@ class Orchestrator:
         )
         for job in list(self._running):
             seconds = time.monotonic() - job.started
+            job.note_processes()
             if job.process.poll() is None and seconds < limit:
                 continue
             self._running.remove(job)
@@ -214,18 +224,23 @@ class Orchestrator:
             self.report(f"FAILED {name}: {self.failed[job.spec]} (log: {job.log.name})")
 
     def _stop(self, job: _Job, why: str) -> None:
+        job.note_processes()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.process.pid, signal.SIGTERM)
+            job.process.terminate()  # papermill then shuts its kernel down and keeps what was executed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.process.wait(10)
-            os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
         self.failed[job.spec] = why
         self._close(job)
 
     def _close(self, job: _Job) -> None:
-        with contextlib.suppress(ProcessLookupError):  # a kernel that has outlived papermill
-            os.killpg(job.process.pid, signal.SIGKILL)
+        """End whatever is left of a job, and let go of it."""
+        for process in job.processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(job.processes, timeout=10)
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait()
         job.log.close()
         job.claim.close()
 
@@ -309,15 +324,19 @@ def reproduce(
     ValueError
         For arguments that are not possible.
     """
-    figures = list(only) or list(PIPELINES)
+    figures = list(dict.fromkeys(name.strip() for name in only)) or list(PIPELINES)
     for name in figures:
         if name not in PIPELINES:
             raise ValueError(f"only={name!r} is not possible: use some of {', '.join(PIPELINES)}.")
     if preset not in LIMIT_MINUTES:
         raise ValueError(f"preset={preset!r} is not possible: use one of {', '.join(LIMIT_MINUTES)}.")
-    for name, value, least in (("seeds", seeds, 1), ("jobs", jobs, 0)):
-        if value < least:
-            raise ValueError(f"{name}={value} is not possible: use a whole number from {least}.")
+    for name, value, least, most in (("seeds", seeds, 1, MAX_SEEDS), ("jobs", jobs, 0, 64)):
+        if not least <= value <= most:
+            raise ValueError(f"{name}={value} is not possible: use a whole number from {least} to {most}.")
+    if limit_minutes is not None and not limit_minutes > 0:
+        raise ValueError(
+            f"limit_minutes={limit_minutes} is not possible: use a positive number, or leave it out."
+        )
     store = RunStore(runs_dir)
     specs = runs([figure for figure in figures if figure in FIGURES], preset, range(seeds))
     if dry_run:
@@ -333,10 +352,16 @@ def reproduce(
     complete = orchestrator.fill(specs)
     if train_only:
         return complete
+    promote = preset != "smoke" if promote is None else promote
     for figure in figures:
-        complete &= _draw(
-            figure, preset, seeds, store, report, preset != "smoke" if promote is None else promote
-        )
+        for folder, command in figure_commands(figure, preset, seeds, store).items():
+            drawn = _draw(figure, folder, command, report)
+            complete &= drawn
+            if drawn and promote:
+                _promote(folder, results_root() / figure / folder.name)
+    if promote:
+        write_whole(results_root() / "claims.md", claims_table(results_root()))
+        report(f"results: {results_root()}, all verdicts in claims.md")
     return complete
 
 

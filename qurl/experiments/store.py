@@ -6,6 +6,7 @@ executed notebook, its log, samples and checkpoints, as `qurl.training.train` le
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from filelock import FileLock, Timeout
 
 from qurl.experiments.specs import RunSpec
 from qurl.notebook import output_folder
+
+logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
@@ -81,7 +84,7 @@ class RunStore:
         """
         folder = self.folder(spec)
         try:
-            result = json.loads((folder / "result.json").read_text())
+            result = _read_result(folder)
             metrics = pd.read_csv(folder / "metrics.csv", index_col="step")
         except FileNotFoundError as error:
             if (folder / "result.json").is_file():
@@ -89,7 +92,7 @@ class RunStore:
                     f"{error.filename} is gone from a finished run: delete the folder, and the run is repeated."
                 ) from None
             raise FileNotFoundError(f"{folder} holds no finished run: qurl reproduce makes it.") from None
-        except (json.JSONDecodeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"{folder} holds a damaged run ({error}): delete the folder, and it is repeated."
             ) from None
@@ -100,15 +103,25 @@ class RunStore:
         return [self.load(spec) for spec in specs if self.state(spec) == "finished"]
 
     def __iter__(self) -> Iterator[Run]:
-        """All finished runs of the store that come from a spec."""
+        """All finished runs of the store that come from a spec; damaged ones are named in the log and left out."""
         for file in sorted(self.root.glob("*/*/result.json")):
-            spec = json.loads(file.read_text()).get("spec")
-            if spec and file.parent == self.folder(parsed := RunSpec(**spec)):
-                yield self.load(parsed)
+            try:
+                values = _read_result(file.parent).get("spec")
+                if values and file.parent == self.folder(spec := RunSpec(**values)):
+                    yield self.load(spec)
+            except (OSError, ValueError) as error:
+                logger.warning("left out: %s: %s", file.parent, error)
 
     def table(self) -> pd.DataFrame:
         """One row per finished run: its parameters, accuracy before and after (in %), steps, seconds and commit."""
         return pd.DataFrame([summary_row(run) for run in self])
+
+
+def _read_result(folder: Path) -> dict[str, Any]:
+    result = json.loads((folder / "result.json").read_text())
+    if not isinstance(result, dict) or "steps" not in result or "seconds" not in result:
+        raise ValueError("its result.json is not that of a run")
+    return result
 
 
 def summary_row(run: Run) -> dict[str, Any]:
