@@ -20,8 +20,53 @@ PROXIMAL_LOGPS = ("auto", "recompute", "reuse")
 ROLLOUT_WEIGHTS = ("auto", "fp32", "bf16")
 MISMATCH_ACTIONS = ("warn", "stop", "full_precision")
 UAQ_MODES = ("fold", "learning_rates")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 # Losses of TRL without a clipped surrogate: there is no bound that acr could adapt.
 LOSSES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
+# Fields of TRL and transformers that they take as they come, to fail after minutes or to train on nonsense.
+_COUNTS = (
+    "num_generations",
+    "num_iterations",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_completion_length",
+    "ref_model_sync_steps",
+)
+_COUNTS_OR_NONE = ("steps_per_generation", "generation_batch_size", "num_generations_eval")
+_LEAST = {"num_generations": 2}  # advantages compare the completions of a group
+_POSITIVE = (
+    "num_train_epochs",
+    "adam_epsilon",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
+_POSITIVE_OR_NONE = ("delta", "off_policy_mask_threshold")
+_NOT_NEGATIVE = (
+    "learning_rate",
+    "weight_decay",
+    "warmup_steps",
+    "max_grad_norm",
+    "epsilon",
+    "beta",
+    "entropy_coef",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+)
+_NOT_NEGATIVE_OR_NONE = ("epsilon_high", "router_aux_loss_coef")
+# From 0 to so much; Adam divides by 1 − β.
+_SHARES = {
+    "top_entropy_quantile": 1,
+    "ref_model_mixup_alpha": 1,
+    "adam_beta1": 0.999999,
+    "adam_beta2": 0.999999,
+}
 
 
 @dataclass
@@ -131,6 +176,7 @@ class QuRLConfig(GRPOConfig):
     def __post_init__(self):
         self._check_choices()
         self._check_numbers()
+        self._check_numbers_of_trl()
         self._check_correction()
         # transformers asks for this word before it trains in BF16, its default here, on a machine without accelerator.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
@@ -160,8 +206,13 @@ class QuRLConfig(GRPOConfig):
             ("proximal_logps", PROXIMAL_LOGPS),
             ("uaq_mode", UAQ_MODES),
             ("mismatch_action", MISMATCH_ACTIONS),
+            ("loss_type", LOSS_TYPES),
+            ("importance_sampling_level", ("token", "sequence")),
+            ("multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum")),
         ):
             arguments.choice(name, getattr(self, name), allowed)
+        if not isinstance(self.scale_rewards, bool):  # TRL's older spelling of "group" and "none"
+            arguments.choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         arguments.switches(sync_check=self.sync_check)
 
     def _check_numbers(self) -> None:
@@ -177,6 +228,43 @@ class QuRLConfig(GRPOConfig):
         if self.mismatch_limit is not None:
             self.mismatch_limit = _positive("mismatch_limit", self.mismatch_limit, "or None for no limit")
         self.temperature = arguments.number("temperature", self.temperature, 0.01, 2)
+
+    def _check_numbers_of_trl(self) -> None:
+        for name in (*_COUNTS, *_COUNTS_OR_NONE):
+            if name in _COUNTS or getattr(self, name) is not None:
+                setattr(self, name, arguments.whole_number(name, getattr(self, name), _LEAST.get(name, 1)))
+        if self.max_steps != -1 or isinstance(self.max_steps, float):
+            try:
+                # transformers trains one step where none is asked for.
+                self.max_steps = arguments.whole_number("max_steps", self.max_steps, 1)
+            except ValueError:
+                raise ValueError(
+                    f"max_steps={self.max_steps!r} is not possible: use a whole number of 1 or more, or -1 to train "
+                    "for num_train_epochs."
+                ) from None
+        self.seed = arguments.whole_number("seed", self.seed, 0, arguments.MAX_SEED)
+        if self.data_seed is not None:
+            self.data_seed = arguments.whole_number("data_seed", self.data_seed, 0, arguments.MAX_SEED)
+        for name in (*_POSITIVE, *_POSITIVE_OR_NONE):
+            if name in _POSITIVE or getattr(self, name) is not None:
+                fix = f"such as {type(self).__dataclass_fields__[name].default or 4.0}"
+                setattr(self, name, _positive(name, getattr(self, name), fix))
+        for name in (*_NOT_NEGATIVE, *_NOT_NEGATIVE_OR_NONE):
+            value = getattr(self, name)
+            if name in _NOT_NEGATIVE or value is not None:
+                if not _is_finite(value) or value < 0:
+                    raise ValueError(f"{name}={value!r} is not possible: use a finite number of 0 or more.")
+                setattr(self, name, float(value))
+        for name, most in _SHARES.items():
+            setattr(self, name, arguments.number(name, getattr(self, name), 0, most))
+        weights = self.reward_weights
+        if weights is not None and (
+            not isinstance(weights, list | tuple) or not weights or not all(map(_is_finite, weights))
+        ):
+            raise ValueError(
+                f"reward_weights={weights!r} is not possible: use a list of finite numbers, one for each reward "
+                "function, or None for 1.0 each."
+            )
 
     def _check_correction(self) -> None:
         """The objective decides how the mismatch is corrected; TRL's own switches must not contradict it."""
@@ -275,10 +363,6 @@ class QuRLConfig(GRPOConfig):
                 f"generation_kwargs={self.generation_kwargs!r} is not possible: sampling is temperature alone, set by "
                 "temperature and max_completion_length; leave it out."
             )
-        if self.max_completion_length is None:
-            raise ValueError(
-                "max_completion_length=None is not possible: use a number of tokens such as 256."
-            )
         if self.attribute_mismatch_every and self.temperature != 1:
             raise ValueError(
                 f"attribute_mismatch_every={self.attribute_mismatch_every} needs temperature=1.0, not "
@@ -308,8 +392,12 @@ class QuRLConfig(GRPOConfig):
                 raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _positive(name: str, value: Any, fix: str) -> float:
     """``value`` as a float, if it is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if not _is_finite(value) or value <= 0:
         raise ValueError(f"{name}={value!r} is not possible: use a positive number, {fix}.")
     return float(value)

@@ -1,6 +1,7 @@
 """`QuRLConfig`: what it adds to TRL's configuration, and what it refuses."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -96,6 +97,58 @@ def test_docstring_and_help_name_every_added_field():
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
         ({"vllm_max_model_length": 256, "max_completion_length": 256}, "vllm_max_model_length=256"),
         ({"max_completion_length": None}, "max_completion_length=None"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"max_steps": -2}, "max_steps=-2"),
+        ({"max_steps": 4.0}, "max_steps=4.0"),
+        ({"max_steps": -1.0}, "max_steps=-1.0"),
+        ({"max_steps": True}, "max_steps=True"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, f"seed={2**32}"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"data_seed": -1}, "data_seed=-1"),
+        ({"loss_type": "ppo"}, "loss_type='ppo'"),
+        ({"importance_sampling_level": "sentence"}, "importance_sampling_level='sentence'"),
+        ({"scale_rewards": "groups"}, "scale_rewards='groups'"),
+        ({"scale_rewards": 1}, "scale_rewards=1"),
+        ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation='sum'"),
+        ({"reward_weights": [1.0, math.nan]}, "reward_weights=[1.0, nan]"),
+        ({"reward_weights": [math.inf]}, "reward_weights=[inf]"),
+        ({"reward_weights": ["1"]}, "reward_weights=['1']"),
+        ({"reward_weights": 1.0}, "reward_weights=1.0"),
+        ({"reward_weights": []}, "reward_weights=[]"),
+        ({"num_generations": 1}, "num_generations=1"),
+        *(
+            ({name: value}, f"{name}={value!r}")
+            for name in (
+                "num_generations",
+                "steps_per_generation",
+                "num_iterations",
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "max_completion_length",
+                "generation_batch_size",
+            )
+            for value in (0, -8, 8.0, True, "8")
+        ),
+        *(
+            ({name: value}, f"{name}={value!r}")
+            for name in (
+                "learning_rate",
+                "weight_decay",
+                "warmup_steps",
+                "max_grad_norm",
+                "epsilon",
+                "epsilon_high",
+                "beta",
+                "delta",
+                "num_train_epochs",
+                "top_entropy_quantile",
+                "adam_beta2",
+            )
+            for value in (math.nan, math.inf, -0.1, "0.1", True)
+        ),
+        ({"adam_beta1": 1.0}, "adam_beta1=1.0"),
+        ({"top_entropy_quantile": 1.1}, "top_entropy_quantile=1.1"),
     ],
 )
 def test_what_has_no_meaning_is_refused_with_the_field_and_one_sentence(config, options, named):
@@ -126,6 +179,23 @@ def test_numbers_of_numpy_become_pythons(config):
         int,
         float,
     )
+
+
+def test_limits_are_possible_themselves(config):
+    """A run without learning or clipping of the gradient is a control, and a weight of a reward may be negative."""
+    made = config(
+        learning_rate=0,
+        max_grad_norm=0.0,
+        epsilon=0,
+        reward_weights=[1, -0.5],
+        max_steps=-1,
+        seed=2**32 - 1,
+        num_generations=np.int64(2),
+        scale_rewards=False,
+        top_entropy_quantile=0,
+    )
+    assert (type(made.learning_rate), type(made.num_generations)) == (float, int)
+    assert made.scale_rewards == "none"
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
