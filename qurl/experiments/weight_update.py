@@ -99,7 +99,7 @@ class Settings:
 _SCALES = (1.0, 1.25, 1.5, 2.0)
 PRESETS = {
     "smoke": Settings("tiny", "arithmetic", {"digits": 3}, (1.0, 1.5), 2, 16, 16, 8, 8),
-    "cpu": Settings("smollm2-135m", "arithmetic", {"digits": 2, "chat": True}, _SCALES, 4, 16, 16, 8, 24),
+    "cpu": Settings("smollm2-135m", "arithmetic", {"digits": 2, "chat": True}, _SCALES, 4, 12, 12, 8, 24),
     # Model and task of Table 3; batch and lengths are our choice. Weights, gradients and moments of 1.5B parameters
     # take 24 GiB of the GPU in FP32.
     "paper": Settings(
