@@ -103,6 +103,8 @@ class RunArguments:
     def __post_init__(self):
         self.task_options = _options("task_options", self.task_options)
         self.eval_options = _options("eval_options", self.eval_options)
+        if isinstance(self.eval_tasks, str):
+            self.eval_tasks = [self.eval_tasks]
         for name, what in (("eval_k", "samples of a problem"), ("overlong_buffer", "tokens")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -120,6 +122,9 @@ def _options(name: str, value: dict | str | None) -> dict[str, Any]:
             parsed = value
     if parsed is not None and not isinstance(parsed, dict):
         raise ValueError(f"{name}={value!r} is not possible: give a JSON object such as '{{\"digits\": 2}}'.")
+    for key in ("name", "split"):
+        if key in (parsed or {}):
+            raise ValueError(f"{name}={value!r} is not possible: {key} is no option of a task; leave it out.")
     return parsed or {}
 
 
@@ -196,12 +201,17 @@ def train(
         raise ValueError(
             "qurl train runs in one process: use QuRLTrainer in a script of your own for several."
         )
+    if config.resume_from_checkpoint is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not possible: a run goes on from the last "
+            "complete checkpoint in its output_dir by itself; leave it out."
+        )
     folder = Path(config.output_dir)
     asked = _asked(run, config)
     _same_run(folder, asked)
     if (folder / "result.json").is_file():
         logger.info("%s is finished: it is read and not repeated.", folder)
-        return json.loads((folder / "result.json").read_text())
+        return _read_json(folder / "result.json")
 
     path = resolve_model(run.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -213,24 +223,24 @@ def train(
     judges = _held_out(run) if run.eval_k else []
     for judge in judges:
         judge.self_check(tokenizer)
+        _check_lengths(judge, tokenizer, config)
+    dataset, too_long = _fitting(task, tokenizer, config)
 
     with alone(folder):
-        write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
         trainer = QuRLTrainer(
             str(path),
             rewards,
             config,
-            train_dataset=task.dataset,
+            train_dataset=dataset,
             processing_class=tokenizer,
             callbacks=[ProgressLines(), MetricsFile(), *(callbacks or [])],
         )
         trainer.remove_callback(PrinterCallback)
+        write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
         try:
             before = _judge(trainer, judges, run, config, folder / "samples-before")
-            start = time.perf_counter()
             checkpoint = last_complete_checkpoint(folder)
             trainer.train(resume_from_checkpoint=checkpoint)
-            seconds = time.perf_counter() - start
             if trainer.state.global_step < trainer.state.max_steps:
                 raise TrainingError(
                     f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
@@ -238,18 +248,21 @@ def train(
                 )
             trainer.save_model(str(folder / "policy"))
             after = _judge(trainer, judges, run, config, folder / "samples-after")
+            table = history(trainer)
             result = {
                 **known,
                 "run": asked,
                 "accuracy": _accuracy(before, after),
                 "steps": trainer.state.global_step,
-                "seconds": seconds,
+                # Of all steps, also those before a run was stopped.
+                "seconds": float(table["step_time"].mean() * trainer.state.global_step),
                 "resumed": checkpoint is not None,
+                "prompts_left_out": too_long,
                 "engine": trainer.vllm_generation.description | {"model": run.model},
                 "task": task.provenance,
                 **provenance(seed=config.seed),
             }
-            write_whole(folder / "metrics.csv", history(trainer).to_csv())
+            write_whole(folder / "metrics.csv", table.to_csv())
             write_whole(folder / "result.json", json.dumps(result, indent=2, default=str) + "\n")
         finally:
             trainer.close()
@@ -267,6 +280,40 @@ def alone(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"output_dir={str(folder)!r} is being trained by another process: wait for it, or choose another folder."
         ) from None
+
+
+def _prompt_lengths(task: Task, tokenizer) -> list[int]:
+    return [len(task.render(row, tokenizer)) for row in task.dataset]
+
+
+def _fitting(task: Task, tokenizer, config: QuRLConfig) -> tuple[Any, int]:
+    """The task's prompts that leave room for a completion, and how many do not: verl's recipes filter them too."""
+    if config.vllm_max_model_length is None:
+        return task.dataset, 0
+    longest = config.vllm_max_model_length - config.max_completion_length
+    fits = [index for index, length in enumerate(_prompt_lengths(task, tokenizer)) if length <= longest]
+    left_out = len(task.dataset) - len(fits)
+    if not fits:
+        raise ValueError(
+            f"vllm_max_model_length={config.vllm_max_model_length} leaves {longest} tokens for a prompt beside "
+            f"max_completion_length={config.max_completion_length}, and every prompt of task {task.name!r} is longer: "
+            "use a larger one."
+        )
+    if left_out:
+        logger.warning(
+            "%d of %d prompts are longer than %d tokens and left out.", left_out, len(task.dataset), longest
+        )
+    return task.dataset.select(fits) if left_out else task.dataset, left_out
+
+
+def _check_lengths(task: Task, tokenizer, config: QuRLConfig) -> None:
+    """A problem that is left out would change the score, so a held-out prompt that does not fit is refused."""
+    needed = max(_prompt_lengths(task, tokenizer)) + config.max_completion_length
+    if config.vllm_max_model_length is not None and needed > config.vllm_max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length={config.vllm_max_model_length} is too short for task {task.name!r}, whose longest "
+            f"prompt and completion take {needed} tokens: use {needed} or more."
+        )
 
 
 def _held_out(run: RunArguments) -> list[Task]:
@@ -306,12 +353,22 @@ _PLACE_AND_DERIVED = {
 }
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it, and the run is finished anew.") from None
+
+
 def _same_run(folder: Path, asked: dict[str, Any]) -> None:
     """Raise where the folder holds a run with other parameters."""
     file = folder / "config.yaml"
     if not file.is_file():
         return
-    there = yaml.safe_load(file.read_text())
+    try:
+        there = dict(yaml.safe_load(file.read_text()))
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise ValueError(f"{file} is damaged: delete the folder, or choose another output_dir.") from None
     differing = [name for name in sorted(asked.keys() | there.keys()) if asked.get(name) != there.get(name)]
     if differing:
         name = differing[0]
@@ -395,9 +452,11 @@ def main(argv: list[str]) -> int:
     """
     parser = _Parser([RunArguments, QuRLConfig], prog="qurl train")
     parser.set_defaults(**TINY_DEFAULTS)
-    if "--output_dir" not in argv and "--config" not in argv:
-        parser.set_defaults(output_dir="runs/train")
-    run, config = parser.parse_args_and_config(argv)
+    parser.set_defaults(output_dir="runs/train")
+    try:
+        run, config = parser.parse_args_and_config(argv)
+    except yaml.YAMLError as error:
+        parser.error(f"the file of --config is no YAML: {' '.join(str(error).split())}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         result = train(run, config)

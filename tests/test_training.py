@@ -21,7 +21,7 @@ from qurl.quantization import quantized_named_tensors
 from qurl.rollout import RolloutError
 from qurl.tasks import load_task
 from qurl.trainer import QuRLTrainer
-from qurl.training import TINY_DEFAULTS, RunArguments, train
+from qurl.training import TINY_DEFAULTS, RunArguments, alone, train
 
 pytest.importorskip("vllm")
 
@@ -336,7 +336,9 @@ def test_a_killed_run_resumes_from_the_command_line(tmp_path):
     ("options", "sentence"),
     [
         (["--objective", "ppo"], "objective='ppo' is not possible"),
-        (["--task_options", "digits=2"], "task_options is not possible"),
+        (["--task_options", "digits=2"], "task_options='digits=2' is not possible: give a JSON object"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint='nowhere' is not possible"),
+        (["--eval_temperature", "9"], "eval_temperature=9.0 is not possible: use 0.01 to 2."),
         (["--task", "chess"], "'chess' is not known"),
         (["--no_such_field", "1"], "no_such_field"),
         (["--learning_rate", "fast"], "learning_rate"),
@@ -348,3 +350,92 @@ def test_mistakes_on_the_command_line_end_in_one_sentence(tmp_path, options, sen
     assert done.returncode == 2
     assert sentence in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+# Stops before the engine starts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """`train` of a task file, in which an engine is a failure."""
+
+    def no_engine(*args, **options):
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("qurl.training.QuRLTrainer", no_engine)
+
+    def start(problems, options=None, **run):
+        file = tmp_path / "problems.jsonl"
+        file.write_text("".join(json.dumps({"problem": p, "answer": "3"}) + "\n" for p in problems))
+        task = {"task": str(file), "task_options": {"chat": False, "answer_format": "exact"}}
+        config = QuRLConfig(**SMALL | {"output_dir": str(tmp_path / "run")} | (options or {}))
+        return train(RunArguments(**task | {"eval_k": 0} | run), config)
+
+    return start
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(start, caplog):
+    """32 tokens of the engine, 8 of a completion: 24 are left for a prompt."""
+    with pytest.raises(AssertionError, match="engine was started"):
+        start(["1+2=", "1+2=" * 30])
+    assert "1 of 2 prompts are longer than 24 tokens and left out." in caplog.text
+    with pytest.raises(
+        ValueError, match=r"leaves 24 tokens for a prompt .* every prompt of task 'problems' is longer"
+    ):
+        start(["1+2=" * 30])
+
+
+def test_held_out_prompts_that_are_too_long_are_refused(start, tmp_path):
+    sums = tmp_path / "long.jsonl"
+    sums.write_text(json.dumps({"problem": "1+2=" * 30, "answer": "3"}) + "\n")
+    options = {"chat": False, "answer_format": "exact"}
+    with pytest.raises(
+        ValueError, match="vllm_max_model_length=32 is too short for task 'long', whose longest"
+    ):
+        start(["1+2="], eval_k=1, eval_tasks=[str(sums)], eval_options=options)
+
+
+def test_a_failed_start_does_not_occupy_the_folder(start, tmp_path):
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="engine was started"):
+            start(["1+2="])
+        assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("config.yaml", "a: ["), ("config.yaml", ""), ("result.json", "{")]
+)
+def test_damaged_files_of_a_run_are_named(start, tmp_path, name, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        start(["1+2="])
+
+
+def test_a_run_in_a_held_folder_is_refused(start, tmp_path):
+    with alone(tmp_path / "run"), pytest.raises(ValueError, match="is being trained by another process"):
+        start(["1+2="])
+
+
+@pytest.mark.parametrize("options", [{"split": "test"}, {"name": "gsm8k"}])
+def test_task_options_that_are_no_options(options):
+    with pytest.raises(ValueError, match="is no option of a task"):
+        RunArguments(task_options=options)
+
+
+def test_a_single_evaluation_task_may_be_a_text():
+    assert RunArguments(eval_tasks="arithmetic").eval_tasks == ["arithmetic"]
+
+
+def test_overlong_penalty_is_a_reward_of_its_own(tmp_path):
+    """tiny ends its sums after 4 to 5 tokens: with a ramp over 6 of the 8 tokens each is penalized, by 1/3 or 1/2."""
+    options = SMALL | {"output_dir": str(tmp_path / "run"), "max_steps": 2}
+    run = RunArguments(task_options={"n": 200}, eval_k=0, overlong_buffer=6)
+    train(run, QuRLConfig(**options))
+    table = pd.read_csv(tmp_path / "run" / "metrics.csv")
+    penalty = table["rewards/soft_overlong/mean"].dropna()
+    length = table["completions/mean_length"].dropna()
+    assert penalty.to_list() == pytest.approx((-(length - 2) / 6).to_list())
+    assert table["reward"].dropna().to_list() == pytest.approx(
+        (table["rewards/accuracy/mean"] + table["rewards/soft_overlong/mean"]).dropna().to_list()
+    )
