@@ -21,8 +21,11 @@ What is replaced of `trl.GRPOTrainer`, and why:
 ``evaluation_loop``
     The same random numbers whenever a policy is evaluated, and a clock for the training alone.
 
+``_calculate_rewards``
+    Infinite rewards stop the run.
+
 ``train``, ``_get_train_sampler``, ``_save_checkpoint``
-    Resuming within a generation batch, and after the first epoch.
+    Resuming within a generation batch, and after the first epoch; a policy that is not finite is not saved.
 
 The equations are those of `qurl.objectives`.
 """
@@ -46,6 +49,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
 
+from qurl.checks import TrainingError, active_dropout, check_rewards, require_finite_policy, require_soft_cap
 from qurl.config import QuRLConfig
 from qurl.diagnostics import k3, mismatch_stats
 from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
@@ -69,10 +73,6 @@ _UAQ_OPTIMIZERS = {
     OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
 }
 _BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on: log-probs of the engine are missing, or those of the policy are not finite."""
 
 
 class QuRLTrainer(GRPOTrainer):
@@ -139,7 +139,7 @@ class QuRLTrainer(GRPOTrainer):
             )
         if not isinstance(self.processing_class, PreTrainedTokenizerBase):
             raise ValueError("quantized rollouts are of text alone: use a decoder-only text model.")
-        _require_soft_cap(self.model.config)
+        require_soft_cap(self.model.config)
         # TRL logs its ratio between these two limits: so it is the weight of the objective, 1, w or min(w, C).
         self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = {
             "naive": (1.0, 1.0),
@@ -199,7 +199,7 @@ class QuRLTrainer(GRPOTrainer):
         """Whether the training forward pass gives the proximal log-probs: no optimizer step between, and no dropout."""
         if self.args.proximal_logps == "recompute" or not self.args.proximal_is_current:
             return False
-        dropout = _active_dropout(self.model)
+        dropout = active_dropout(self.model)
         if dropout and self.args.proximal_logps == "reuse":
             raise ValueError(
                 f"proximal_logps='reuse' is not possible with dropout ({dropout}), under which two forward passes "
@@ -322,6 +322,12 @@ class QuRLTrainer(GRPOTrainer):
         if "ref_per_token_logps" in batch:
             batch["ref_per_token_logps"] = batch["ref_per_token_logps"].masked_fill(~mask, _MASKED_REF_LOGP)
         return batch
+
+    def _calculate_rewards(self, *args, **options):
+        rewards = super()._calculate_rewards(*args, **options)
+        if warning := check_rewards(rewards, self.reward_func_names, self.state.global_step):
+            self._warn_once("rewards", warning)
+        return rewards
 
     def _replace_equal_groups(self, batch: dict, inputs: list[dict]) -> dict:
         """DAPO's dynamic sampling, see `qurl.dynamic_sampling`; TRL's metrics stay those of the prompts it drew."""
@@ -572,13 +578,21 @@ class QuRLTrainer(GRPOTrainer):
                 # transformers would take one step more.
                 self._load_from_checkpoint(resume_from_checkpoint)
                 self.state = state
+                self._require_finite_policy()
                 return TrainOutput(state.global_step, math.nan, {})
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
+        self._require_finite_policy()
         self._last_loaded_step = -1  # the best model may have been loaded since the last sync
         return output
 
+    def _require_finite_policy(self) -> None:
+        newest = last_complete_checkpoint(self.args.output_dir)
+        rate = self.args.learning_rate
+        require_finite_policy(self.model, self.accelerator, self.state.global_step, rate, newest)
+
     def _save_checkpoint(self, model, trial):
         """Also save where the run stands in its generation batch: before transformers writes its last file."""
+        self._require_finite_policy()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         # A folder that a killed run left must not pass as complete before it is.
@@ -667,22 +681,3 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     }
     newest_first = (steps[step] for step in sorted(steps, reverse=True))
     return next((str(folder) for folder in newest_first if _trainer_state(folder)), None)
-
-
-def _require_soft_cap(config) -> None:
-    """transformers' SDPA attention leaves out the soft cap of Gemma 2, which the engine applies."""
-    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation != "eager":
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r} leaves out the model's attn_logit_softcapping="
-            f"{config.attn_logit_softcapping}, so that policy and sampler would differ: load the model with "
-            "model_init_kwargs={'attn_implementation': 'eager'}."
-        )
-
-
-def _active_dropout(model: torch.nn.Module) -> str | None:
-    """What makes two training forward passes of the model differ, or None."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name}, p={module.p}"
-    rate = getattr(model.config, "attention_dropout", 0) or 0
-    return f"attention_dropout={rate}" if rate > 0 else None

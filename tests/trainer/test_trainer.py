@@ -2,11 +2,14 @@
 
 import copy
 import math
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from replay import DATA, PROMPTS, ReplayedQuRLTrainer, make_policy, replayed_grpo_trainer, reward_of_length
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 from trl import GRPOConfig
 
@@ -328,6 +331,69 @@ def test_a_diverged_policy_stops_the_run(make_trainer):
         trainer.model.model.embed_tokens.weight.fill_(math.nan)
     with pytest.raises(TrainingError, match="the policy's log-probs are not finite at step 0"):
         trainer.train()
+
+
+class Diverging(torch.optim.SGD):
+    """Spoils one weight at its second step."""
+
+    def step(self, *args, **options):
+        super().step(*args, **options)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:
+            self.param_groups[0]["params"][3].data.view(-1)[-1] = self.value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("strategy", ["no", "steps"])
+def test_a_policy_that_is_not_finite_is_neither_saved_nor_a_success(make_trainer, tmp_path, value, strategy):
+    """At the last step no further forward pass would notice."""
+    trainer = make_trainer(max_steps=2, save_strategy=strategy, save_steps=1, num_iterations=2)
+    name, parameter = list(trainer.model.named_parameters())[3]
+    trainer.optimizer = Diverging([*trainer.model.parameters()], lr=1e-3)
+    trainer.optimizer.value = value
+    with pytest.raises(TrainingError, match=f"parameter '{name}' is not finite after step 2") as stopped:
+        trainer.train()
+    assert not parameter.isfinite().all()
+    if strategy == "no":
+        assert "there is no earlier checkpoint" in str(stopped.value)
+        assert not list(tmp_path.glob("checkpoint-*"))
+    else:
+        assert f"checkpoint {tmp_path / 'checkpoint-1'} is intact" in str(stopped.value)
+        assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+        saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+        assert all(tensor.isfinite().all() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e39])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_infinite_reward_stops_the_run_and_names_its_function(make_trainer, value, asynchronous):
+    def broken(completion_ids, **_):
+        return [None, value] + [0.0] * (len(completion_ids) - 2)
+
+    async def broken_later(completion_ids, **_):
+        return broken(completion_ids)
+
+    function = broken_later if asynchronous else broken
+    shown = re.escape(str(math.copysign(math.inf, value)))
+    with pytest.raises(
+        TrainingError, match=f"reward function '{function.__name__}' returned {shown} at step 0"
+    ):
+        make_trainer(rewards=[reward_of_length, function]).train()
+
+
+def test_batches_without_any_reward_are_reported_once(make_trainer):
+    def none(completion_ids, **_):
+        return [None] * len(completion_ids)
+
+    def undefined(completion_ids, **_):
+        return [math.nan] * len(completion_ids)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(rewards=[none, undefined], max_steps=2).train()
+        make_trainer(rewards=[none, reward_of_length], max_steps=2).train()
+    (told,) = [str(one.message) for one in caught if "has a reward" in str(one.message)]
+    assert "all of 'none', 'undefined' returned None or NaN" in told
 
 
 def test_diagnostics_are_raw_and_complete(make_trainer):
