@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -403,6 +404,29 @@ def test_a_killed_worker_is_replaced():
         worker.process.kill()
     outcomes = [check(rf"\boxed{{{i}u+u}}", f"{i + 1}u") for i in range(2, 8)]
     assert outcomes[-1].correct and all(outcome.correct or outcome.timed_out for outcome in outcomes)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_killed_while_idle_costs_no_answer(sign):
+    """Every right answer stays right, and a stopped one still says so."""
+    check_many([r"\boxed{2m+m}", r"\boxed{3m+m}"], ["3m", "4m"])
+    for round_ in range(2, 5):
+        for worker in list(workers.pool()._all):
+            os.kill(worker.process.pid, sign)
+            os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet collected
+        verdict = check(rf"\boxed{{{round_}m+m}}", f"{round_ + 1}m")
+        assert verdict.correct and not verdict.timed_out
+
+
+def test_workers_that_never_live_to_be_asked_are_an_error_not_a_wrong_answer(monkeypatch):
+    pool = workers.Pool(1)
+    monkeypatch.setattr(workers._Worker, "_hand_over", lambda *_: False)
+    try:
+        with pytest.raises(RuntimeError, match="killed from outside") as error:
+            pool.ask(["1", None, ["1"], None])
+        assert not isinstance(error.value, workers.WorkerFailed)
+    finally:
+        pool.close()
 
 
 def test_workers_are_small_and_import_no_engine():

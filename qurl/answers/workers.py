@@ -72,18 +72,38 @@ class _Worker:
         return received
 
     def ask(self, request: list, seconds: float) -> list:
+        line = json.dumps(request).encode() + b"\n"
+        if not self._hand_over(line):
+            # Killed from outside while it was idle, which is no answer's fault.
+            self.stop()
+            self._spawn()
+            self.served = 0
+            if not self._hand_over(line):
+                raise RuntimeError(
+                    "The processes that compare answers are killed from outside as soon as they have started: look "
+                    "for a memory limit or a supervisor of this machine that ends them."
+                )
+        self.served += 1
         try:
-            if not self.served:
-                self._start()
-            self.served += 1
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
             reply = json.loads(self._line(seconds))
         except OSError as error:
             raise WorkerFailed(_OUT_OF_MEMORY) from error
         if reply is None:
             raise WorkerFailed(_OUT_OF_MEMORY)
         return reply
+
+    def _hand_over(self, line: bytes) -> bool:
+        """Send a request; False where the process was dead before."""
+        if not self.served:
+            self._start()
+        if self.process.poll() is not None:
+            return False
+        try:
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
 
     def _start(self):
         """Wait for the imports. A worker that cannot start is a broken installation, not a wrong answer."""
