@@ -55,7 +55,7 @@ def _option(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE such as digits=2")
     try:
         return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return key, value
 
 
@@ -74,6 +74,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from qurl.tasks import TEST_SETS, load_task
 
     names = TEST_SETS if arguments.task == "test-sets" else arguments.task.split(",")
+    for key, option in (("name", "--task"), ("split", "--split"), ("seed", "--seed")):
+        if key in dict(arguments.set):
+            raise ValueError(f"--set {key}={dict(arguments.set)[key]} is not possible: use {option}.")
     options = dict(arguments.set) | {"seed": arguments.seed}
     options |= {
         key: value for key, value in (("data", arguments.data), ("n", arguments.n)) if value is not None

@@ -408,6 +408,11 @@ def test_the_command_prints_scores_and_warnings(monkeypatch, capsys, tmp_path):
     for wrong, message in (
         (["--task", "gsm8k"], "is not in the local hub cache"),
         (["--task", "gsm8k", "--data", "sample", "--n", "9"], "n=9 is more than"),
+        (["--task", "arithmetic", "--set", "name=1"], "--set name=1 is not possible: use --task."),
+        (["--task", "arithmetic", "--set", "split=train"], "--set split=train is not possible: use --split."),
+        (["--task", "arithmetic", "--set", "seed=1"], "--set seed=1 is not possible: use --seed."),
+        (["--task", "arithmetic", "--set", "digits='5'"], "digits='5' is not possible"),
+        (["--task", "arithmetic", "--set", "chat={[]: 1}"], "chat='{[]: 1}' is not possible"),
         (["--task", "arithmetic", "--data", "x"], "no option of task 'arithmetic'"),
     ):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -4,11 +4,13 @@ import gzip
 import hashlib
 import inspect
 import json
+import re
 import time
 from types import SimpleNamespace
 
 import httpx
 import huggingface_hub
+import numpy as np
 import pandas as pd
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -258,6 +260,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         ),
         ("e.json", b'[{"problem": "1?", "result": 1}]', "entry 0 has no answer: name its column one of"),
         ("f.jsonl", gzip.compress(b"{}"), "download it again"),
+        ("g.csv", "problem,answer\nCafé?,1\n".encode("latin-1"), "probably Latin-1 .* save it as UTF-8"),
+        ("h.csv", "problem,answer\nCafé?,1\n".encode("utf-16"), "probably UTF-16, save it as UTF-8"),
+        ("i.json", '[{"problem": "Café?"}]'.encode("cp1252"), "probably Latin-1 .* save it as UTF-8"),
+        ("j.json", b'[{"problem": ["x"], "answer": 1}]', r"entry 0 has problem=\['x'\]: give a text"),
+        ("k.json", b'[{"problem": {"x": 1}, "answer": 1}]', "entry 0 has problem="),
+        ("l.json", b'[{"prompt": [{"role": "user", "content": ["x"]}], "answer": 1}]', "has prompt="),
+        ("m.json", b'[{"problem": "1?", "answer": {"x": 1}}]', "entry 0 has the answer"),
+        ("n.json", b'[{"problem": "1?", "answer": [["x"]]}]', "entry 0 has the answer"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RecordError, match=message) as error:
@@ -416,8 +426,13 @@ def test_self_check_finds_what_does_not_fit(tiny, smollm2):
         load_task("gsm8k", data="sample").self_check(tiny)
     unreadable = load_task("math500", data="sample")
     dataset = unreadable.dataset.remove_columns("answer").add_column("answer", ["see figure"] * 8)
-    with pytest.raises(TaskError, match="rewards a right answer in its own format with None"):
+    with pytest.raises(
+        TaskError, match=r"no gold answer .* in its first 8 rows \('see figure': .*correct the"
+    ):
         type(unreadable)("math500", "test", dataset, unreadable.answer_format).self_check(smollm2)
+    golds = ["see figure", "N/A", *unreadable.dataset["answer"][2:]]
+    dataset = unreadable.dataset.remove_columns("answer").add_column("answer", golds)
+    type(unreadable)("math500", "test", dataset, unreadable.answer_format).self_check(smollm2)
     base = AutoTokenizer.from_pretrained(resolve_model("smollm2-135m"))
     base.chat_template = None
     with pytest.raises(TaskError, match="chat=False"):
@@ -527,7 +542,50 @@ def test_impossible_requests(tmp_path):
         ({"name": "no.jsonl"}, FileNotFoundError, "task='no.jsonl' is no file"),
     ):
         with pytest.raises(error, match=message):
-            load_task(**arguments)
+            load_task(arguments.pop("name"), **arguments)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("n", value) for value in ("5", 2.0, True, -1)),
+        *(("seed", value) for value in ("0", 1.0, None, -1)),
+        *(("chat", value) for value in ("no", 1, None)),
+    ],
+)
+def test_options_of_another_type_are_refused_in_one_sentence(task, option, value):
+    with pytest.raises(ValueError, match=rf"{option}={re.escape(repr(value))} is not possible: use .*\.$"):
+        load_task(task, **{option: value})
+
+
+@pytest.mark.parametrize("digits", [200, 0, "2", 2.0, None, True, (2, "3"), (2, 200), (), (2, 2)])
+def test_digits_that_are_none_are_refused(digits):
+    with pytest.raises(ValueError, match=rf"digits={re.escape(repr(digits))} is not possible: .*\.$"):
+        load_task("arithmetic", digits=digits)
+
+
+def test_the_longest_sums_and_numbers_of_numpy_are_possible():
+    assert len(load_task("arithmetic", digits=100, n=1).dataset[0]["problem"]) == 202
+    task = load_task("arithmetic", digits=np.int64(2), n=np.int64(3), seed=np.int64(1))
+    assert task.dataset["level"][:] == [2, 2, 2] and json.dumps(task.provenance)
+
+
+def test_names_splits_and_data_of_another_type_are_refused():
+    for name, options, message in (
+        (5, {}, "task=5 is not known"),
+        (["gsm8k"], {}, "task=.* is not known"),
+        ("gsm8k", {"data": 5}, "data=5 is not possible: use the path"),
+        ("gsm8k", {"answer_format": ["boxed"]}, "answer_format=.* is not possible"),
+        ("gsm8k", {"split": 5}, "split=5 is not possible"),
+        ("gsm8k", {"name": "x"}, "name='x' is no option of task 'gsm8k'"),
+        ("arithmetic", {"name": "x"}, "name='x' is no option of task 'arithmetic'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_task(name, **options)
+    with pytest.raises(ValueError, match="split='test' is no option of a task besides split='train'"):
+        load_task("arithmetic", "train", **{"split": "test"})
+    assert load_task("arithmetic", split="test", n=1).split == "test"
 
 
 def test_the_five_test_sets():

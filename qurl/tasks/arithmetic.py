@@ -7,13 +7,15 @@ training.
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from qurl import arguments
 from qurl.tasks.formats import FORMATS
 from qurl.tasks.task import Task
 
 SPLITS = ("train", "test")
+MAX_DIGITS = 100
 _HELD_OUT_SHARE = 0.1
 _DEFAULT_N = {"train": 10_000, "test": 1000}
 
@@ -62,8 +64,7 @@ def sums(split: str, n: int, seed: int = 0, digits: int = 3) -> list[Sum]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not known: use one of {', '.join(map(repr, SPLITS))}.")
-    if digits < 1:
-        raise ValueError(f"digits={digits} is not possible: use 1 or more.")
+    digits = arguments.whole_number("digits", digits, 1, MAX_DIGITS)
     low, high = 10 ** (digits - 1), 10**digits
     most = _most(split, digits)
     if not 0 <= n <= most:
@@ -97,8 +98,8 @@ def load(
     split : {"train", "test"}, optional
         Default "train".
     digits : int or sequence of int
-        Difficulty: decimal digits of both operands. Several levels take turns, and are told apart by the column
-        ``level``.
+        Difficulty: decimal digits of both operands, at most 100. Several levels take turns, and are told apart by the
+        column ``level``.
     n : int, optional
         Number of problems; default 10,000 (train) or 1,000 (test), or as many as there are.
     seed : int
@@ -113,17 +114,24 @@ def load(
     import datasets
 
     split = split or "train"
-    levels = (digits,) if isinstance(digits, int) else tuple(digits)
-    if not levels or len(set(levels)) < len(levels):
+    # A text is one value, which is refused, and not a row of digits.
+    several = isinstance(digits, Iterable) and not isinstance(digits, str | bytes)
+    check = arguments.whole_numbers if several else arguments.whole_number
+    checked = check("digits", digits, 1, MAX_DIGITS)
+    levels = checked if several else [checked]
+    seed = arguments.whole_number("seed", seed, 0, arguments.MAX_SEED)
+    arguments.switches(chat=chat)
+    if len(set(levels)) < len(levels):
         raise ValueError(f"digits={digits!r} is not possible: give one or more different numbers of digits.")
     shares = [None] * len(levels)
     if n is not None:
+        n = arguments.whole_number("n", n, 1)
         if n < len(levels):
             raise ValueError(f"n={n} is not possible with {len(levels)} levels: use {len(levels)} or more.")
         shares = [(n + len(levels) - 1 - index) // len(levels) for index in range(len(levels))]
     drawn = []
     for level, share in zip(levels, shares, strict=True):
-        if share is None and split in SPLITS and level >= 1:
+        if share is None and split in SPLITS:
             share = min(_DEFAULT_N[split] // len(levels), _most(split, level))
         # Rank within the level first: levels take turns.
         drawn += [(rank, level, problem) for rank, problem in enumerate(sums(split, share, seed, level))]

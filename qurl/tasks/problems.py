@@ -1,11 +1,13 @@
 """Tasks from published data sets: files in, one row per different problem out, and an account of what was left out."""
 
 import logging
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qurl import arguments
 from qurl.tasks.formats import FORMATS
 from qurl.tasks.records import SUFFIXES, Problem, RecordError, read_file, read_problem
 from qurl.tasks.sources import SOURCES, Files, find_files
@@ -61,6 +63,10 @@ def load(
     RecordError
         If a file cannot be read.
     """
+    if data is not None and not isinstance(data, str | os.PathLike):
+        raise ValueError(
+            f"data={data!r} is not possible: use the path of a file or folder, a hub id, or 'sample'."
+        )
     source = SOURCES.get(name)
     if source is None:
         path = Path(name)
@@ -81,10 +87,11 @@ def load(
             )
         files = None
     format_name = answer_format or (source.answer_format if source else "boxed")
-    if format_name not in FORMATS:
-        raise ValueError(f"answer_format={format_name!r} is not known: use one of {', '.join(FORMATS)}.")
-    if n is not None and n < 1:
-        raise ValueError(f"n={n} is not possible: use 1 or more.")
+    arguments.choice("answer_format", format_name, tuple(FORMATS))
+    if n is not None:
+        n = arguments.whole_number("n", n, 1)
+    seed = arguments.whole_number("seed", seed, 0, arguments.MAX_SEED)
+    arguments.switches(chat=chat)
 
     files = files or find_files(name, split, data)
     provenance: dict[str, Any] = {

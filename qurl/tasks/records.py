@@ -5,6 +5,7 @@ a few ways, told apart by the columns that are there and not by the name of the 
 another place loads as well as the original.
 """
 
+import codecs
 import csv
 import json
 import math
@@ -66,8 +67,22 @@ def read_file(file: Path) -> Iterator[dict[str, Any]]:
             yield from _read_json(file)
         else:
             raise RecordError(f"{file} is no data file: give one that ends in {', '.join(SUFFIXES)}.")
-    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{file} cannot be read ({error}): {_encoding_advice(file)}.") from None
+    except (json.JSONDecodeError, csv.Error) as error:
         raise RecordError(f"{file} cannot be read ({error}): download it again.") from None
+
+
+def _encoding_advice(file: Path) -> str:
+    """What to do about a file that is not UTF-8: text in another encoding, as spreadsheets write it, or no text."""
+    content = file.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "UTF-16"
+    elif not any(byte < 9 for byte in content):  # no text has NUL or the like
+        encoding = "Latin-1 or Windows-1252"
+    else:
+        return "download it again"
+    return f"its text is probably {encoding}, save it as UTF-8"
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
@@ -122,8 +137,12 @@ def _text(record: Mapping[str, Any]) -> str:
     if column is None:
         raise RecordError(f"has no problem: name its column one of {', '.join(_PROBLEM_COLUMNS)}.")
     text = record[column]
-    if isinstance(text, list):  # messages
-        text = next((message["content"] for message in reversed(text) if message.get("role") == "user"), "")
+    if isinstance(text, list) and all(isinstance(message, Mapping) for message in text):
+        text = next(
+            (message.get("content") for message in reversed(text) if message.get("role") == "user"), ""
+        )
+    if isinstance(text, list | Mapping):
+        raise RecordError(f"has {column}={text!r:.60}: give a text, or messages whose content is one.")
     text = str(text or "").strip()
     for answer_format in FORMATS.values():
         text = answer_format.problem_of(text)
@@ -145,7 +164,10 @@ def _gold(record: Mapping[str, Any]) -> str | list[str] | None:
             values = extract_answer(str(record["solution"] or ""), lenient=False)
         else:
             raise RecordError(f"has no answer: name its column one of {', '.join(_ANSWER_COLUMNS)}.")
-    texts = [_gold_text(value) for value in (values if isinstance(values, list) else [values])]
+    values = values if isinstance(values, list) else [values]
+    if any(isinstance(value, list | Mapping) for value in values):
+        raise RecordError(f"has the answer {values!r:.60}: give a text or a number, or a list of these.")
+    texts = [_gold_text(value) for value in values]
     texts = list(dict.fromkeys(text for text in texts if text))
     if not texts:
         return None

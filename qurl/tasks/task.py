@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from qurl.answers import Verdict
 
 
+# Rows in which `Task.self_check` looks for a gold answer that can be read.
+_ROWS_TO_CHECK = 100
+
+
 class TaskError(ValueError):
     """A task does not fit the model's tokenizer, or does not reward a right answer in its own format."""
 
@@ -145,7 +149,7 @@ class Task:
         TaskError
             With the text that failed.
         """
-        row = self.dataset[0]
+        row, gold = self._first_readable()
         prompt = tokenizer.decode(self.render(row, tokenizer))
         text = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         if text.strip() not in prompt:
@@ -153,7 +157,6 @@ class Task:
                 f"the tokenizer cannot spell prompts of task {self.name!r}: {text!r} became {prompt!r}; use a model "
                 "whose vocabulary covers them."
             )
-        gold = row["answer"] if isinstance(row["answer"], str) else row["answer"][0]
         answer = self.answer_format.obey(gold)
         ids = tokenizer(text=answer, add_special_tokens=False)["input_ids"]
         answer = tokenizer.decode(ids, skip_special_tokens=True)
@@ -168,6 +171,22 @@ class Task:
                     f"task {self.name!r} rewards a right answer in its own format with {reward}: gold {gold!r}, "
                     f"completion {answer!r}; choose another answer_format."
                 )
+
+    def _first_readable(self) -> tuple[dict[str, Any], str]:
+        """The first row with a gold answer that can be read, and that gold."""
+        from qurl.answers import gold_problem
+
+        problem = None
+        for row in self.dataset.select(range(min(len(self.dataset), _ROWS_TO_CHECK))):
+            for gold in [row["answer"]] if isinstance(row["answer"], str) else row["answer"]:
+                reason = None if self.answer_format.exact else gold_problem(gold)
+                if reason is None:
+                    return row, gold
+                problem = problem or f"{gold!r}: {reason}"
+        raise TaskError(
+            f"task {self.name!r} has no gold answer that can be read in its first "
+            f"{min(len(self.dataset), _ROWS_TO_CHECK)} rows ({problem}): correct the answers of its file."
+        )
 
 
 def _compare(completion: str, gold: str) -> "Verdict":
