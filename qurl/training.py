@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import TrlParser
 
+from qurl.arguments import number, whole_number
 from qurl.config import QuRLConfig
 from qurl.diagnostics import history
 from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evaluation
@@ -105,12 +106,9 @@ class RunArguments:
         self.eval_options = _options("eval_options", self.eval_options)
         if isinstance(self.eval_tasks, str):
             self.eval_tasks = [self.eval_tasks]
-        for name, what in (("eval_k", "samples of a problem"), ("overlong_buffer", "tokens")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} is not possible: use 0 for none, or a number of {what}.")
-        if not 0.01 <= self.eval_temperature <= 2:
-            raise ValueError(f"eval_temperature={self.eval_temperature} is not possible: use 0.01 to 2.")
+        self.eval_k = whole_number("eval_k", self.eval_k, 0)
+        self.overlong_buffer = whole_number("overlong_buffer", self.overlong_buffer, 0)
+        self.eval_temperature = number("eval_temperature", self.eval_temperature, 0.01, 2)
 
 
 def _options(name: str, value: dict | str | None) -> dict[str, Any]:
