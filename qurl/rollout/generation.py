@@ -116,6 +116,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 f"vllm_max_model_length={self.max_model_length} exceeds what the model was trained for: use at most "
                 f"{self._longest}."
             )
+        room = self.max_model_length or self._longest
+        if room and self.max_completion_length >= room:
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} leaves no room for a prompt in "
+                f"{'vllm_max_model_length=' if self.max_model_length else 'the model, whose limit is '}{room} tokens: "
+                f"use less, such as {room // 2}."
+            )
         # The architecture, whatever class holds it here (a wrapper's name would mean nothing to vLLM).
         config.architectures = [type(policy).__name__]
         config.eos_token_id = self.stop_token_ids
