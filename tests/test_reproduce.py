@@ -59,8 +59,10 @@ def test_all_runs_are_there_and_say_where_they_come_from(reproduced):
             for cell in executed.cells[1:]
             for output in cell.get("outputs", ())
         )
-    # The same seed, so the same start, whatever the arm.
-    assert store.table().groupby("experiment")["before"].nunique().eq(1).all()
+    # The same seed, so the same start, whatever the arm; folding s = 1.5 into the weights moves their BF16 rounding.
+    table = store.table()
+    folded = (table["uaq_scale"] == 1.5) & (table["uaq_mode"] == "fold")
+    assert table[~folded].groupby("experiment")["before"].nunique().eq(1).all()
 
 
 @pytest.mark.parametrize("figure", FIGURES)
@@ -83,7 +85,7 @@ def test_figure_shows_the_numbers_of_its_runs(reproduced, figure):
         run = store.load(arm.run("smoke", 0))
         shown = table[(table["arm"] == arm.label) & (table["experiment"] == arm.spec["experiment"])]
         assert shown["reward"].tolist() == pytest.approx(
-            windowed(run.metrics, ["reward"])["reward"].tolist(), abs=1e-6
+            windowed(run.metrics, ["reward"])["reward"].tolist(), abs=1e-6, nan_ok=True
         )
     assert (folder / f"{figure}.svg").read_bytes().startswith(SVG)
     pixels = np.asarray(Image.open(folder / f"{figure}.png").convert("L"))

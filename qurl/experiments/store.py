@@ -106,10 +106,11 @@ class RunStore:
         """All finished runs of the store that come from a spec; damaged ones are named in the log and left out."""
         for file in sorted(self.root.glob("*/*/result.json")):
             try:
-                values = _read_result(file.parent).get("spec")
+                result = json.loads(file.read_text())
+                values = result.get("spec")  # figures have none
                 if values and file.parent == self.folder(spec := RunSpec(**values)):
                     yield self.load(spec)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, AttributeError) as error:
                 logger.warning("left out: %s: %s", file.parent, error)
 
     def table(self) -> pd.DataFrame:
