@@ -307,8 +307,10 @@ def _fitting(task: Task, tokenizer, config: QuRLConfig) -> tuple[Any, int]:
 
 def _check_lengths(task: Task, tokenizer, config: QuRLConfig) -> None:
     """A problem that is left out would change the score, so a held-out prompt that does not fit is refused."""
+    if config.vllm_max_model_length is None:
+        return
     needed = max(_prompt_lengths(task, tokenizer)) + config.max_completion_length
-    if config.vllm_max_model_length is not None and needed > config.vllm_max_model_length:
+    if needed > config.vllm_max_model_length:
         raise ValueError(
             f"vllm_max_model_length={config.vllm_max_model_length} is too short for task {task.name!r}, whose longest "
             f"prompt and completion take {needed} tokens: use {needed} or more."

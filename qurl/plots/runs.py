@@ -49,6 +49,24 @@ def windowed(metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WIND
     return table.rename_axis("step").reset_index()
 
 
+def _draw_arms(ax, table: pd.DataFrame, metric: str, legend: bool = True) -> None:
+    """A line for each arm, the mean over its seeds, with the range over them as a band."""
+    arms = list(dict.fromkeys(table["arm"]))
+    sns.lineplot(
+        table,
+        x="step",
+        y=metric,
+        hue="arm",
+        style="arm",
+        hue_order=arms,
+        style_order=arms,
+        palette=sns.color_palette("colorblind", len(arms)),
+        errorbar=lambda values: (values.min(), values.max()),
+        ax=ax,
+        legend="auto" if legend else False,
+    )
+
+
 def curves(
     table: pd.DataFrame,
     panels: Sequence[str] = ("reward", "mismatch/kl_k3"),
@@ -78,24 +96,11 @@ def curves(
     -------
     matplotlib.figure.Figure
     """
-    arms = list(dict.fromkeys(table["arm"]))
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(6.2 * len(panels), 5.4), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for ax, name in zip(axes, panels, strict=True):
-        sns.lineplot(
-            table,
-            x="step",
-            y=name,
-            hue="arm",
-            style="arm",
-            hue_order=arms,
-            style_order=arms,
-            palette=sns.color_palette("colorblind", len(arms)),
-            errorbar=lambda values: (values.min(), values.max()),
-            ax=ax,
-            legend=ax is axes[0],
-        )
+        _draw_arms(ax, table, name, legend=ax is axes[0])
         ax.set(xlabel="Optimizer step", ylabel=_PANELS.get(name, name))
         for value, label in (references or {}).get(name, ()):
             ax.axhline(value, color="0.35", linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
@@ -119,7 +124,7 @@ def curves(
     if legend := axes[0].get_legend():
         handles, labels = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
         legend.remove()
-        if len(arms) > 1:
+        if len(labels) > 1:
             figure.legend(
                 handles,
                 labels,
@@ -252,19 +257,7 @@ def convergence(table: pd.DataFrame, *, title: str = "") -> Figure:
         axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for ax, (experiment, dtype) in zip(axes, panels, strict=False):
         shown = table[(table["experiment"] == experiment) & dtypes.isin(["BF16", dtype])]
-        arms = list(dict.fromkeys(shown["arm"]))
-        sns.lineplot(
-            shown,
-            x="step",
-            y="reward",
-            hue="arm",
-            style="arm",
-            hue_order=arms,
-            style_order=arms,
-            palette=sns.color_palette("colorblind", len(arms)),
-            errorbar=lambda values: (values.min(), values.max()),
-            ax=ax,
-        )
+        _draw_arms(ax, shown, "reward")
         ax.set(
             xlabel="Optimizer step",
             ylabel=_PANELS["reward"],
