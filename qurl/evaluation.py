@@ -317,6 +317,7 @@ def evaluate(
     max_num_seqs: int = 64,
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
+    gather: Callable[[list], list] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     report: Callable[[str], None] = logger.info,
 ) -> Evaluation:
@@ -342,6 +343,9 @@ def evaluate(
     seed : int
     shard : (int, int)
         Index and count of this process, where several share ``output``, one for each GPU.
+    gather : callable, optional
+        Joins a list over all shards' processes, such as `accelerate.utils.gather_object`. All then call `evaluate`
+        together and get the whole evaluation, and the first alone writes to ``output``.
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Default that of the engine's model.
     report : callable
@@ -367,10 +371,11 @@ def evaluate(
             f"k={k} with temperature=0 draws the same sample k times: use k=1 or a temperature above 0."
         )
     index, count = shard
-    if not 0 <= index < count <= len(task.dataset):
+    most = len(task.dataset) if gather is None else count
+    if not 0 <= index < count <= most:
         raise ValueError(
-            f"shard={shard} is not possible: use (index, count) with 0 <= index < count <= {len(task.dataset)}, the "
-            "number of problems."
+            f"shard={shard} is not possible: use (index, count) with 0 <= index < count <= {most}, the number of "
+            "problems."
         )
     given = isinstance(engine, str | os.PathLike)
     settings = {
@@ -385,8 +390,11 @@ def evaluate(
         "temperature": temperature,
         "seed": seed if given else None,
     }
-    store = _Store(Path(output), settings, shard) if output is not None else _Memory(settings)
+    writes = output is not None and (gather is None or index == 0)
+    store = _Store(Path(output), settings, shard) if writes else _Memory(settings)
     finished = store.finished()
+    if gather is not None:
+        finished = next((found for found in gather([finished]) if found is not None), None)
     if finished is not None:
         return finished
 
@@ -422,6 +430,9 @@ def evaluate(
                     f"{task.name}: {min(start + step, len(mine))} of {len(mine)} problems, "
                     f"{rollouts.completion_tokens / rollouts.seconds:.0f} tokens/s"
                 )
+    if gather is not None:
+        for groups in gather([store.done]):
+            store.done = groups | store.done
     return store.finish([row["id"] for row in rows], _same_answer(task))
 
 

@@ -148,15 +148,15 @@ class QuRLTrainer(GRPOTrainer):
         }.get(args.objective, (None, args.vllm_importance_sampling_clip_max))
         if args.uaq_scale != 1 and args.uaq_mode == "fold":
             apply_uaq(self.model, scale=args.uaq_scale)
+        self._warned: set[str] = set()
         if args.objective == "acr" and args.proximal_is_current:
-            warnings.warn(
+            self._warn_once(
+                "tis",
                 "objective='acr' equals 'tis' here: with one optimizer step per generation batch no token can be "
                 "clipped. Set steps_per_generation or num_iterations to several optimizer steps per batch.",
-                stacklevel=2,
             )
         self._reuses_proximal_logps = self._may_reuse_proximal_logps()
         self._loss_inputs: dict | None = None
-        self._warned: set[str] = set()
         self._round = 0  # of dynamic sampling
         self._eval_batches = 0
         self._eval_start: float | None = None
@@ -262,18 +262,22 @@ class QuRLTrainer(GRPOTrainer):
 
     def _log_rollout(self, synced: bool) -> None:
         rollouts, sync = self.vllm_generation.last_rollouts, self.vllm_generation.last_sync
+        own = [rollouts.seconds, sync.seconds if synced else 0.0, rollouts.completion_tokens]
+        of_all = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device))
+        # The step waits for the slowest process.
+        seconds, sync_seconds, _ = of_all.max(0).values.tolist()
         metrics = {
             "rollout/bits": float(self._bits()),
-            "rollout/seconds": rollouts.seconds,
-            "rollout/tokens_per_second": rollouts.completion_tokens / max(rollouts.seconds, 1e-9),
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": of_all[:, 2].sum().item() / max(seconds, 1e-9),
         }
         if synced:
-            metrics["rollout/sync_seconds"] = sync.seconds
+            metrics["rollout/sync_seconds"] = sync_seconds
             if sync.codes_changed is not None:
                 metrics["rollout/codes_changed"] = sync.codes_changed
             now = self._training_seconds()
             if self.model.training and self._last_sync is not None:
-                metrics["rollout/sync_share"] = sync.seconds / (now - self._last_sync)
+                metrics["rollout/sync_share"] = sync_seconds / (now - self._last_sync)
             if self.vllm_generation.dtype == self.vllm_generation.train_dtype:
                 self._last_sync = now
         self._log_metrics(metrics)
@@ -547,7 +551,8 @@ class QuRLTrainer(GRPOTrainer):
             self._warn_once("limit", message + ".")
 
     def _warn_once(self, topic: str, message: str) -> None:
-        if topic not in self._warned:
+        # What is warned of was gathered, so that all processes know the same.
+        if topic not in self._warned and self.accelerator.is_main_process:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
 
@@ -626,9 +631,15 @@ class QuRLTrainer(GRPOTrainer):
                 f"s={uaq_scale(self.model)}: use the same uaq_scale."
             )
         path = folder / _ROLLOUT_STATE.format(self.accelerator.process_index)
-        if not path.is_file():
+        made, ours = len(list(folder.glob(_ROLLOUT_STATE.format("*")))), self.accelerator.num_processes
+        if not made:
             raise ValueError(
-                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer or of fewer processes: "
+                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer: start a new run with it "
+                "as the model."
+            )
+        if made != ours:
+            raise ValueError(
+                f"checkpoint {str(folder)!r} was made by {made} processes and not by {ours}: resume with as many, or "
                 "start a new run with it as the model."
             )
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)

@@ -3,7 +3,7 @@
 A run is a folder: ``config.yaml`` (what was asked for), ``metrics.csv`` (a row per logged step), ``result.json``
 (accuracy before and after, timings, provenance; written last), ``samples-*/`` (the completions behind the accuracies),
 checkpoints, and ``policy/``, the trained model. A run that was stopped goes on from its last complete checkpoint, a
-finished one is read.
+finished one is read. Of several processes the main one writes them.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import TrlParser
@@ -31,6 +33,7 @@ from qurl.evaluation import Evaluation, bootstrap_interval, evaluate, load_evalu
 from qurl.files import write_whole
 from qurl.models import resolve_model
 from qurl.notebook import provenance
+from qurl.processes import is_first_to_fail, on_main, one_voice
 from qurl.rewards import SoftOverlong
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.tasks import Task, load_task
@@ -142,7 +145,9 @@ class ProgressLines(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Report, if the last line is long enough ago."""
         now = time.monotonic()
-        if not logs or "reward" not in logs or now - self._last < self.seconds:
+        if not state.is_world_process_zero or not logs or "reward" not in logs:
+            return
+        if now - self._last < self.seconds:
             return
         self._last = now
         done = state.global_step - self._first_step
@@ -196,10 +201,7 @@ def train(
         For anything that is not possible, before the engine starts; also where the folder holds another run, or
         another process trains in it.
     """
-    if config.world_size > 1:
-        raise ValueError(
-            "qurl train runs in one process: use QuRLTrainer in a script of your own for several."
-        )
+    _require_all_processes(config)
     if config.resume_from_checkpoint is not None:
         raise ValueError(
             f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not possible: a run goes on from the last "
@@ -207,10 +209,9 @@ def train(
         )
     folder = Path(config.output_dir)
     asked = _asked(run, config)
-    _same_run(folder, asked)
-    if (folder / "result.json").is_file():
-        logger.info("%s is finished: it is read and not repeated.", folder)
-        return _read_json(folder / "result.json")
+    finished = on_main(lambda: _finished(folder, asked))
+    if finished is not None:
+        return finished
 
     path = resolve_model(run.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -225,7 +226,8 @@ def train(
         _check_lengths(judge, tokenizer, config)
     dataset, too_long = _fitting(task, tokenizer, config)
 
-    with alone(folder):
+    with contextlib.ExitStack() as stack:
+        on_main(lambda: stack.enter_context(alone(folder)))
         trainer = QuRLTrainer(
             str(path),
             rewards,
@@ -234,19 +236,21 @@ def train(
             processing_class=tokenizer,
             callbacks=[ProgressLines(), MetricsFile(), *(callbacks or [])],
         )
+        stack.callback(trainer.close)
         trainer.remove_callback(PrinterCallback)
-        write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
-        try:
-            before = _judge(trainer, judges, run, config, folder / "samples-before")
-            checkpoint = last_complete_checkpoint(folder)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            if trainer.state.global_step < trainer.state.max_steps:
-                raise TrainingError(
-                    f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
-                    f"checkpoint in {folder}: the log above says why."
-                )
-            trainer.save_model(str(folder / "policy"))
-            after = _judge(trainer, judges, run, config, folder / "samples-after")
+        on_main(lambda: write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False)))
+        before = _judge(trainer, judges, run, config, folder / "samples-before")
+        checkpoint = on_main(lambda: last_complete_checkpoint(folder))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.state.global_step < trainer.state.max_steps:
+            raise TrainingError(
+                f"training stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, with a "
+                f"checkpoint in {folder}: the log above says why."
+            )
+        trainer.save_model(str(folder / "policy"))
+        after = _judge(trainer, judges, run, config, folder / "samples-after")
+
+        def write_result() -> dict[str, Any]:
             table = history(trainer)
             result = {
                 **known,
@@ -263,9 +267,35 @@ def train(
             }
             write_whole(folder / "metrics.csv", table.to_csv())
             write_whole(folder / "result.json", json.dumps(result, indent=2, default=str) + "\n")
-        finally:
-            trainer.close()
-    return result
+            return result
+
+        return on_main(write_result)
+
+
+def _require_all_processes(config: QuRLConfig) -> None:
+    """Launchers start processes that do not find each other, or fewer than they were asked for, without a word."""
+    if config.world_size > 1:
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"use_cpu={config.use_cpu} lets each of the {os.environ['WORLD_SIZE']} processes train by itself on a "
+            "machine without a GPU: add --use_cpu true."
+        )
+    # What accelerate's launcher sets where several processes are asked for, and MPI does not start them.
+    if os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_PORT" in os.environ:
+        raise ValueError(
+            "accelerate launch --cpu has started one process, whatever --num_processes says, since it takes MPI for "
+            "several: use torchrun --standalone --nproc_per_node=2 -m qurl.cli train, or leave --num_processes out."
+        )
+
+
+def _finished(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The result of a finished run with these parameters, None where there is something to do."""
+    _same_run(folder, asked)
+    if not (folder / "result.json").is_file():
+        return None
+    logger.info("%s is finished: it is read and not repeated.", folder)
+    return _read_json(folder / "result.json")
 
 
 @contextlib.contextmanager
@@ -335,7 +365,9 @@ def _asked(run: RunArguments, config: QuRLConfig) -> dict[str, Any]:
         for name, value in values.items()
         if name not in _PLACE_AND_DERIVED and value != defaults.get(name, value)
     }
-    return {**dataclasses.asdict(run), **changed}
+    # More processes make a batch larger. One is not named, as in the folders of earlier versions.
+    processes = {"processes": config.world_size} if config.world_size > 1 else {}
+    return {**dataclasses.asdict(run), **changed, **processes}
 
 
 _PLACE_AND_DERIVED = {
@@ -347,6 +379,7 @@ _PLACE_AND_DERIVED = {
     "disable_tqdm",
     "hub_token",
     "dataloader_pin_memory",
+    "ddp_find_unused_parameters",
     "report_to",
     "include_for_metrics",
     "debug",
@@ -370,6 +403,7 @@ def _same_run(folder: Path, asked: dict[str, Any]) -> None:
         there = dict(yaml.safe_load(file.read_text()))
     except (yaml.YAMLError, TypeError, ValueError):
         raise ValueError(f"{file} is damaged: delete the folder, or choose another output_dir.") from None
+    asked, there = {"processes": 1} | asked, {"processes": 1} | there
     differing = [name for name in sorted(asked.keys() | there.keys()) if asked.get(name) != there.get(name)]
     if differing:
         name = differing[0]
@@ -382,18 +416,23 @@ def _same_run(folder: Path, asked: dict[str, Any]) -> None:
 def _judge(
     trainer: QuRLTrainer, tasks: list[Task], run: RunArguments, config: QuRLConfig, output: Path
 ) -> list[Evaluation]:
-    """Sampled accuracy of the trainer's policy in BF16: the same judge for every rollout dtype."""
+    """Sampled accuracy of the trainer's policy in BF16: the same judge for every rollout dtype.
+
+    Each process samples its share of the problems, so that none waits long enough for the others to run into the
+    time-out of a collective.
+    """
     folders = [output / task.name if len(tasks) > 1 else output for task in tasks]
-    if all((folder / "result.json").is_file() for folder in folders):
-        return [load_evaluation(folder) for folder in folders]
-    shutil.rmtree(output, ignore_errors=True)  # a stopped evaluation was of an engine that is gone
-    generation = trainer.vllm_generation
+    if on_main(lambda: all((folder / "result.json").is_file() for folder in folders)):
+        return on_main(lambda: [load_evaluation(folder) for folder in folders])
+    # A stopped evaluation was of an engine that is gone.
+    on_main(lambda: shutil.rmtree(output, ignore_errors=True))
+    generation, index = trainer.vllm_generation, config.process_index
     with RolloutEngine(
         generation.folder,
         "bf16",
         max_model_len=config.vllm_max_model_length,
         max_num_seqs=256,
-        seed=config.seed,
+        seed=config.seed + index,
         load_weights=False,
     ) as engine:
         with generation.named_params() as parameters:
@@ -407,6 +446,8 @@ def _judge(
                 temperature=run.eval_temperature,
                 output=folder,
                 seed=config.seed,
+                shard=(index, config.world_size),
+                gather=gather_object,
                 tokenizer=trainer.processing_class,
             )
             for task, folder in zip(tasks, folders, strict=True)
@@ -440,32 +481,48 @@ class _Parser(TrlParser):
     """TRL's parser, which reports a mistake in one line, without the usage of all options in front of it."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n" if is_first_to_fail() else None)
 
 
 def main(argv: list[str]) -> int:
     """``qurl train``: the fields of `RunArguments` and `QuRLConfig` as options, also from ``--config FILE.yaml``.
+
+    Of several processes the main one prints the summary, and the first that fails says why.
 
     Returns
     -------
     int
         Exit status: 0 success, 1 when training could not go on.
     """
-    parser = _Parser([RunArguments, QuRLConfig], prog="qurl train")
-    parser.set_defaults(**TINY_DEFAULTS)
-    parser.set_defaults(output_dir="runs/train")
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     try:
-        run, config = parser.parse_args_and_config(argv)
-    except yaml.YAMLError as error:
-        parser.error(f"the file of --config is no YAML: {' '.join(str(error).split())}")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        result = train(run, config)
+        with one_voice():
+            run, config = _parse(argv)
+            result = train(run, config)
     except (TrainingError, RolloutError) as error:
         print(f"qurl train: {error}", file=sys.stderr)
         return 1
-    print(summary(result, config.output_dir))
+    if config.distributed_state.is_main_process:
+        print(summary(result, config.output_dir))
+    config.distributed_state.destroy_process_group()
     return 0
+
+
+def _parse(argv: list[str]) -> tuple[RunArguments, QuRLConfig]:
+    parser = _Parser([RunArguments, QuRLConfig], prog="qurl train")
+    parser.set_defaults(**TINY_DEFAULTS)
+    parser.set_defaults(
+        output_dir="runs/train",
+        # Without it, accelerate connects no processes on a machine that has no accelerator.
+        use_cpu=not torch.accelerator.is_available(),
+        # Every trainable parameter of a dense model or adapter is used; looking for others takes time and warns of it.
+        ddp_find_unused_parameters=False,
+    )
+    try:
+        return parser.parse_args_and_config(argv)
+    except yaml.YAMLError as error:
+        parser.error(f"the file of --config is no YAML: {' '.join(str(error).split())}")
 
 
 def summary(result: dict[str, Any], folder: str | os.PathLike) -> str:
