@@ -4,6 +4,7 @@ Every combination that has no defined meaning is refused here, at construction, 
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -18,6 +19,7 @@ ROLLOUT_DTYPES = ("int8", "fp8", "bf16", "fp32")
 EVAL_ROLLOUT_DTYPES = ("same", "bf16", "fp32")
 PROXIMAL_LOGPS = ("auto", "recompute", "reuse")
 ROLLOUT_WEIGHTS = ("auto", "fp32", "bf16")
+ROLLOUT_TRANSFERS = ("auto", "file", "nccl")
 MISMATCH_ACTIONS = ("warn", "stop", "full_precision")
 UAQ_MODES = ("fold", "learning_rates")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -77,8 +79,8 @@ class QuRLConfig(GRPOConfig):
     This class includes the parameters of [`~trl.GRPOConfig`] and those of quantized rollouts, after
     [QuRL](https://huggingface.co/papers/2602.13953). C of the paper is `vllm_importance_sampling_clip_max` (2.0 here),
     its ε are `epsilon` and `epsilon_high`. Defaults that differ from TRL's: `use_vllm=True`,
-    `vllm_importance_sampling_mode="token_truncate"`, `vllm_importance_sampling_clip_max=2.0` and
-    `use_bias_correction_kl=False` (the paper's KL term is plain k3).
+    `vllm_importance_sampling_mode="token_truncate"`, `vllm_importance_sampling_clip_max=2.0`,
+    `vllm_server_host="127.0.0.1"` and `use_bias_correction_kl=False` (the paper's KL term is plain k3).
 
     Parameters:
         > Parameters that control the rollouts
@@ -92,6 +94,11 @@ class QuRLConfig(GRPOConfig):
             proximal log-probs are computed with: the cast where the forward pass runs in BF16.
         eval_rollout_dtype (`str`, *optional*, defaults to `"same"`):
             Number format of the rollouts of evaluation: `"same"`, `"bf16"` or `"fp32"` (a second engine).
+        rollout_transfer (`str`, *optional*, defaults to `"auto"`):
+            With `vllm_mode="server"`, how weights get there: a `"file"` in this machine's memory, or `"nccl"` from GPU
+            to GPU. `"auto"` takes what the server was started with.
+        rollout_timeout (`float`, *optional*, defaults to `1800.0`):
+            With `vllm_mode="server"`, seconds after which a call that was not answered counts as hanging.
         sync_check (`bool`, *optional*, defaults to `True`):
             Compare a sample of layers with what was sent after each sync, and decode one token.
 
@@ -149,6 +156,15 @@ class QuRLConfig(GRPOConfig):
     )
     eval_rollout_dtype: str = field(
         default="same", metadata={"help": "Number format of evaluation's rollouts: same, bf16 or fp32."}
+    )
+    vllm_server_host: str = field(
+        default="127.0.0.1", metadata={"help": "Of the vLLM server; TRL's default, 0.0.0.0, is no address."}
+    )
+    rollout_transfer: str = field(
+        default="auto", metadata={"help": "Weights to a server: file, nccl, or auto (as it was started)."}
+    )
+    rollout_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds after which a call of a server counts as hanging."}
     )
     sync_check: bool = field(default=True, metadata={"help": "Check the engine's weights after each sync."})
     objective: str = field(default="acr", metadata={"help": "naive, proximal, decoupled, tis or acr."})
@@ -370,10 +386,23 @@ class QuRLConfig(GRPOConfig):
             )
 
     def _check_engine(self) -> None:
-        if self.vllm_mode != "colocate":
+        arguments.choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
+        arguments.choice("rollout_transfer", self.rollout_transfer, ROLLOUT_TRANSFERS)
+        for name in ("rollout_timeout", "vllm_server_timeout"):
+            setattr(self, name, _positive(name, getattr(self, name), "of seconds"))
+        for name in ("vllm_server_port", "vllm_group_port"):
+            setattr(self, name, arguments.whole_number(name, getattr(self, name), 1, 65535))
+        if self.vllm_server_base_url is not None and not re.match(
+            r"https?://[^/]+/?$", self.vllm_server_base_url
+        ):
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} is not possible yet: use 'colocate', the engine inside the training "
-                "process."
+                f"vllm_server_base_url={self.vllm_server_base_url!r} is not possible: use an address such as "
+                "http://127.0.0.1:8000."
+            )
+        if self.vllm_mode == "server" and self.mismatch_action == "full_precision":
+            raise ValueError(
+                "mismatch_action='full_precision' is not possible with vllm_mode='server', whose format is fixed: use "
+                "'warn' or 'stop'."
             )
         if self.vllm_tensor_parallel_size != 1:
             raise ValueError(

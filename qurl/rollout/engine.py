@@ -177,12 +177,12 @@ class RolloutEngine:
             )
         if self.quantized:
             get_format(dtype).levels(code_bits)
-        _require_vllm()
+        require_vllm()
 
         self.path = resolve_model(model)
         self.model = str(model)
         config = json.loads((self.path / "config.json").read_text())
-        _check_architecture(config)
+        check_architecture(config)
         limit = config.get("max_position_embeddings")
         if max_model_len is not None and limit and max_model_len > limit:
             raise ValueError(
@@ -216,7 +216,11 @@ class RolloutEngine:
                     "weights are reloaded: use kernels='qurl'."
                 )
             memory = (
-                {"kv_cache_memory_bytes": self._kv_cache_bytes(config)}
+                {
+                    "kv_cache_memory_bytes": kv_cache_bytes(
+                        config, FULL_PRECISION[compute_dtype], self.max_model_len, max_num_seqs
+                    )
+                }
                 if self.on_cpu
                 else {"gpu_memory_utilization": gpu_memory_utilization}
             )
@@ -591,17 +595,19 @@ class RolloutEngine:
             [[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0
         )
 
-    def _kv_cache_bytes(self, config: dict) -> int:
-        """Keys and values of ``max_num_seqs`` sequences of full length, at most a quarter of the memory."""
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        per_token = (
-            2 * config["num_hidden_layers"] * heads * head_size * FULL_PRECISION[self.compute_dtype].itemsize
-        )
-        # vLLM pages the cache in blocks of up to 128 tokens.
-        wanted = per_token * (self.max_model_len + 128) * self.max_num_seqs
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return max(min(wanted, int(memory * _MAX_KV_SHARE_OF_MEMORY)), per_token * (self.max_model_len + 256))
+
+def kv_cache_bytes(config: dict, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
+    """Of keys and values of ``max_num_seqs`` sequences of full length, at most a quarter of the memory.
+
+    ``config`` is the model's, ``dtype`` that of keys and values.
+    """
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = 2 * config["num_hidden_layers"] * heads * head_size * dtype.itemsize
+    # vLLM pages the cache in blocks of up to 128 tokens.
+    wanted = per_token * (max_model_len + 128) * max_num_seqs
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(min(wanted, int(memory * _MAX_KV_SHARE_OF_MEMORY)), per_token * (max_model_len + 256))
 
 
 def hardware_name() -> str:
@@ -627,14 +633,14 @@ def _vllm_distribution() -> str:
     return ""
 
 
-def _require_vllm() -> None:
+def require_vllm() -> None:
     if not _vllm_distribution() or importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "A rollout engine needs vLLM, which is not installed: run make env, which picks the build for this machine."
         )
 
 
-def _check_architecture(config: dict) -> None:
+def check_architecture(config: dict) -> None:
     if "quantization_config" in config:
         raise ValueError(
             "the model is already quantized (its config.json has a quantization_config): give the full-precision "

@@ -5,6 +5,7 @@ and how weights get into it. The walk over the parameters stays TRL's, with its 
 of shards.
 """
 
+import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -19,8 +20,12 @@ from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qurl.quantization import is_quantized_name
+from qurl.rollout.client import ServerLostError
 from qurl.rollout.engine import RolloutEngine, Rollouts
+from qurl.rollout.served import ServedEngine
 from qurl.rollout.sync import SyncReport
+
+logger = logging.getLogger(__name__)
 
 
 class CountingEngine(RolloutEngine):
@@ -66,6 +71,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     stop_token_ids : sequence of int
         End tokens of the trainer; sampling stops at them and at no other.
     seed : int
+    transfer : {"auto", "file", "nccl"}
+    call_timeout : float
+        See `qurl.rollout.served.ServedEngine`, which samples with ``mode="server"``.
     **options
         Those of TRL's class.
 
@@ -89,16 +97,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         check: bool,
         stop_token_ids: list[int],
         seed: int,
+        transfer: str = "auto",
+        call_timeout: float = 1800.0,
         **options,
     ):
         self.train_dtype, self.code_bits = dtype, code_bits
         self.eval_dtype = dtype if eval_dtype == "same" else eval_dtype
         self.bf16_weights, self.check, self.seed = bf16_weights, check, seed
         self.stop_token_ids = stop_token_ids
+        self.transfer, self.call_timeout = transfer, call_timeout
         self.dtype = dtype
         self.last_sync: SyncReport | None = None
         self.last_rollouts: Rollouts | None = None
-        self._engines: dict[str, CountingEngine] = {}
+        self._engines: dict[str, CountingEngine | ServedEngine] = {}
         # How often TRL has said that the policy changed, and at which of these each engine was synced.
         self._version = 0
         self._synced: dict[str, int] = {}
@@ -131,9 +142,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._engine(self.dtype)
         self.accelerator.wait_for_everyone()
 
-    def _engine(self, dtype: str) -> CountingEngine:
+    def _engine(self, dtype: str) -> "CountingEngine | ServedEngine":
         """The engine of a number format, started when it is first needed."""
-        if dtype not in self._engines:
+        if dtype not in self._engines and self.mode == "server" and dtype == self.train_dtype:
+            self._engines[dtype] = ServedEngine(
+                self.folder,
+                dtype,
+                code_bits=self.code_bits,
+                accelerator=self.accelerator,
+                url=self.server_base_url or f"http://{self.server_host}:{self.server_port}",
+                max_model_len=self.max_model_length,
+                connect_seconds=self.server_timeout,
+                call_seconds=self.call_timeout,
+                transfer=self.transfer,
+                group_port=self.group_port,
+                seed=self.seed,
+            )
+        elif dtype not in self._engines:
             self._engines[dtype] = CountingEngine(
                 self.folder,
                 dtype,
@@ -208,10 +233,29 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.last_sync = self._sync(self.dtype)
 
     def _sync(self, dtype: str) -> SyncReport:
-        with self.named_params() as parameters:
-            report = self._engine(dtype).sync(parameters, check=self.check)
+        engine = self._engine(dtype)
+        try:
+            with self.named_params() as parameters:
+                report = engine.sync(parameters, check=self.check)
+        except ServerLostError as error:
+            logger.warning("%s; waiting up to %.0f s for it to come back.", error, self.server_timeout)
+            engine.reconnect()
+            with self.named_params() as parameters:
+                report = engine.sync(parameters, check=self.check)
         self._synced[dtype] = self._version
         return report
+
+    def _sample(self, prompts: list[list[int]]) -> Rollouts:
+        """From the engine that holds the policy; what a server has sampled with other weights is thrown away."""
+        engine = self._engine(self.dtype)
+        sampling = {"max_tokens": self.max_completion_length, "temperature": self.temperature}
+        try:
+            return engine.sample(prompts, **sampling)
+        except ServerLostError as error:
+            logger.warning("%s; waiting up to %.0f s for it to come back.", error, self.server_timeout)
+            engine.reconnect()
+            self.last_sync = self._sync(self.dtype)
+            return engine.sample(prompts, **sampling)
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Replaces TRL's method: same arguments and return value, without images.
@@ -237,9 +281,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._synced.get(self.dtype) != self._version:
             self.last_sync = self._sync(self.dtype)
         with profiler or nullcontext():
-            rollouts = self._engine(self.dtype).sample(
-                prompts, max_tokens=self.max_completion_length, temperature=self.temperature
-            )
+            rollouts = self._sample(prompts)
         self.last_rollouts = rollouts
         logps = [[[logp] for logp in sequence] for sequence in rollouts.logps]
         ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]

@@ -1,5 +1,6 @@
 """What a sync sends: a policy's parameters on their way into the engine, and the checkpoint they may come from."""
 
+import hashlib
 import math
 import random
 import time
@@ -47,6 +48,13 @@ class SyncReport:
     quantized_layers: int
     full_precision_layers: int
     codes_changed: float | None
+
+
+def digest(codes: torch.Tensor, scale: torch.Tensor) -> str:
+    """SHA-256 of codes (out, in) and scale (out, 1) of a projection: what processes compare that share no memory."""
+    digests = hashlib.sha256(codes.detach().cpu().contiguous().view(torch.uint8).numpy())
+    digests.update(scale.detach().cpu().float().contiguous().numpy())
+    return digests.hexdigest()
 
 
 def only_what_fits(
@@ -201,6 +209,10 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"{folder} holds no .safetensors file: save the model with save_pretrained.")
     return files
+
+
+def checkpoint_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

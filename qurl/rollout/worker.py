@@ -5,11 +5,20 @@ calls its methods through ``collective_rpc``.
 """
 
 import functools
+import hashlib
+import importlib.metadata
+import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
+import vllm
+from safetensors.torch import load_file
 from vllm.platforms import current_platform
+
+from qurl.rollout.sync import digest
 
 
 def kernel_of(layer: torch.nn.Module):
@@ -50,7 +59,10 @@ def _rms_norm(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | N
 
 
 class RolloutWorker:
-    """Methods added to vLLM's worker. ``self.model_runner`` is vLLM's."""
+    """Methods added to vLLM's worker. ``self.model_runner`` and ``self.vllm_config`` are vLLM's."""
+
+    # Which sync the weights are of: the trainer's name for it. None from the start, and after a load that failed.
+    qurl_weights: str | None = None
 
     def qurl_forget_step(self) -> None:
         """Drop what an interrupt left between running the model and drawing tokens; vLLM would stumble over it."""
@@ -142,6 +154,81 @@ class RolloutWorker:
         for head in heads:
             if head.weight.data_ptr() in embedded:
                 head.quant_method.process_weights_after_loading(head)
+
+    # --- of a server, whose trainer talks to it in JSON ---------------------------------------------------------------
+
+    def qurl_state(self) -> dict:
+        """What a trainer compares with its own before it trusts a server: model, formats, versions, weights."""
+        config = self.vllm_config
+        model = config.model_config
+        return {
+            # Through JSON, as the trainer's own: tuples and enumerations come back as lists and texts.
+            "config": json.loads(model.hf_text_config.to_json_string(use_diff=False)),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "compute_dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "weights": self.qurl_weights,
+            "processes": config.parallel_config.world_size_across_dp,
+            "versions": {"qurl": importlib.metadata.version("qurl"), "vllm": vllm.__version__},
+            **config.additional_config["qurl_server"],
+            **self.qurl_kernel(),
+        }
+
+    def qurl_load_file(self, name: str, sha256: str) -> None:
+        """`qurl_load_weights` from a safetensors file that the trainer has put into the server's own folder.
+
+        Raises
+        ------
+        ValueError
+            Where the name leads elsewhere, or the file is not the one whose checksum was sent.
+        """
+        self.qurl_weights = None
+        path = Path(self.vllm_config.additional_config["qurl_server"]["handover"], name)
+        if Path(name).name != name or path.suffix != ".safetensors":
+            raise ValueError(f"{name!r} is no file in the folder of this server.")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256:
+            raise ValueError(f"the weights in {name!r} are not those that were sent: their checksum differs.")
+        self.qurl_load_weights(load_file(path).items())
+
+    def qurl_confirm(self, weights: str, sent: dict[str, str]) -> None:
+        """Name the weights that were loaded last, if they are what was sent: `qurl_require` accepts them from then on.
+
+        Parameters
+        ----------
+        weights : str
+            The trainer's name for this sync.
+        sent : dict
+            `qurl.rollout.sync.digest` of codes and scale of some projections. Compared where this process holds whole
+            ones; of a tensor-parallel group each holds a part.
+
+        Raises
+        ------
+        RuntimeError
+            With the names of the layers that are wrong.
+        """
+        self.qurl_weights = None
+        if bad := self.qurl_bad_scales():
+            raise RuntimeError(
+                f"the scales of {', '.join(bad[:3])} are not finite and positive after the sync."
+            )
+        if self.vllm_config.parallel_config.tensor_parallel_size == 1:
+            wrong = [name for name, sum_ in sent.items() if digest(*self.qurl_codes_and_scale(name)) != sum_]
+            if wrong:
+                raise RuntimeError(
+                    f"the server does not hold the codes that were sent for {', '.join(wrong)}."
+                )
+        self.qurl_weights = weights
+
+    def qurl_require(self, weights: str) -> None:
+        """Raise in every process of the server that holds other weights than those of the sync ``weights``."""
+        if self.qurl_weights != weights:
+            raise RuntimeError(
+                "this server has no weights of a trainer: it was started again, or its last sync failed."
+                if self.qurl_weights is None
+                else "this server has been given the weights of another trainer."
+            )
 
     def qurl_linear_layers(self) -> dict[str, str | None]:
         """Kernel class name of every linear layer by module name; None where the weights are in full precision."""

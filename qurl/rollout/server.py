@@ -1,0 +1,339 @@
+"""A stock vLLM server with quantized weights, as a process of its own: what ``qurl serve`` starts and stops.
+
+    with RolloutServer("smollm2-135m", "int8") as server:
+        print(server.url)
+
+It begins with the start checkpoint, quantized, and can be asked like any server of vLLM. A trainer with
+``QuRLConfig(vllm_mode="server")`` then gives it new weights at every step.
+"""
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from qurl import arguments
+from qurl.models import resolve_model
+from qurl.quantization import FORMATS, export_checkpoint, get_format
+from qurl.rollout.client import RolloutClient
+from qurl.rollout.engine import (
+    DTYPES,
+    FULL_PRECISION,
+    RolloutError,
+    check_architecture,
+    hardware_name,
+    kv_cache_bytes,
+    require_vllm,
+)
+from qurl.rollout.log import last_lines, new_log_path
+from qurl.rollout.sync import checkpoint_bytes
+
+logger = logging.getLogger(__name__)
+
+TRANSFERS = ("auto", "file", "nccl")
+# Folders through which trainers hand weights over: `qurl-serve-<process>-…`, of memory where there is enough.
+_PREFIX = "qurl-serve-"
+_SHARED_MEMORY = Path("/dev/shm")
+_STOP_SECONDS = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+class RolloutServer:
+    """vLLM's OpenAI-compatible server over a policy in ``dtype``, until `close`.
+
+    Parameters
+    ----------
+    model : str or path
+        Anything `qurl.models.resolve_model` takes.
+    dtype : {"int8", "fp8", "bf16", "fp32"}
+    code_bits : int
+        Below 8 (INT8 only), fewer code levels.
+    host : str
+        Address to listen at. Whoever reaches it can also exchange the weights.
+    port : int
+        0 takes a free one.
+    max_model_len : int, optional
+        Longest prompt plus completion, in tokens; default the model's own limit.
+    max_num_seqs : int
+        Sequences decoded at once.
+    tensor_parallel_size, data_parallel_size : int
+        Processes that share each layer, and replicas of all these.
+    gpu_memory_utilization : float
+        Share of a GPU that vLLM may take.
+    transfer : {"auto", "file", "nccl"}
+        How weights come in: through a file in this machine's memory, or through NCCL from GPU to GPU. "auto" is NCCL
+        where there are GPUs.
+    seed : int
+        Of sampling.
+    start_seconds : float
+        After which a server that is not ready counts as failed.
+
+    Attributes
+    ----------
+    url : str
+    log_path : pathlib.Path
+        Of the server's output.
+    seconds : float
+        From the start of the process to its first answer.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError, qurl.models.ModelUnavailableError
+        For a parameter that is not possible, before anything slow.
+    RolloutError
+        If the server does not start, with the end of its log.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        dtype: str = "int8",
+        *,
+        code_bits: int = 8,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        transfer: str = "auto",
+        seed: int = 0,
+        start_seconds: float = 600.0,
+    ):
+        self._process: subprocess.Popen | None = None
+        self._folder = contextlib.ExitStack()
+        arguments.model_name(model)
+        arguments.choice("dtype", dtype, DTYPES)
+        arguments.choice("transfer", transfer, TRANSFERS)
+        code_bits = arguments.whole_number("code_bits", code_bits, 2, 8)
+        if dtype in FORMATS:
+            get_format(dtype).levels(code_bits)
+        elif code_bits != 8:
+            raise ValueError(f"code_bits={code_bits} needs dtype='int8', not {dtype!r}: leave it out.")
+        port = arguments.whole_number("port", port, 0, 65535)
+        if max_model_len is not None:
+            max_model_len = arguments.whole_number("max_model_len", max_model_len, 2)
+        max_num_seqs = arguments.whole_number("max_num_seqs", max_num_seqs, 1, arguments.MAX_SEQUENCES)
+        for name, size in (
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("data_parallel_size", data_parallel_size),
+        ):
+            arguments.whole_number(name, size, 1)
+        arguments.number("gpu_memory_utilization", gpu_memory_utilization, 0.01, 1)
+        seed = arguments.whole_number("seed", seed, 0, arguments.MAX_SEED)
+        arguments.number("start_seconds", start_seconds, 1, 86400)
+        on_gpu = torch.cuda.is_available()
+        self.transfer = transfer if transfer != "auto" else "nccl" if on_gpu else "file"
+        self._check_transfer(host, on_gpu)
+        require_vllm()
+        path = resolve_model(model)
+        config = json.loads((path / "config.json").read_text())
+        check_architecture(config)
+        limit = config.get("max_position_embeddings")
+        if max_model_len is not None and limit and max_model_len > limit:
+            raise ValueError(
+                f"max_model_len={max_model_len} exceeds what {str(model)!r} was trained for: use at most {limit}."
+            )
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        if config["num_attention_heads"] % tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} does not divide the {config['num_attention_heads']} "
+                f"attention heads ({heads} of keys and values) of {str(model)!r}: use a divisor."
+            )
+        self.host, self.port = host, _free_port(host, port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.log_path = new_log_path()
+        self.model, self.dtype, self.code_bits = str(model), dtype, code_bits
+        max_model_len = max_model_len or limit
+        options = {
+            "max-model-len": max_model_len,
+            "max-num-seqs": max_num_seqs,
+            "tensor-parallel-size": tensor_parallel_size,
+            "data-parallel-size": data_parallel_size,
+            "seed": seed,
+        }
+        if on_gpu:
+            options["gpu-memory-utilization"] = gpu_memory_utilization
+        else:
+            compute_dtype = FULL_PRECISION[dtype if dtype in FULL_PRECISION else "bf16"]
+            options["kv-cache-memory-bytes"] = kv_cache_bytes(
+                config, compute_dtype, max_model_len, max_num_seqs
+            )
+        try:
+            self._start(path, options, on_gpu, start_seconds)
+            if not on_gpu:
+                client = RolloutClient(self.url, connect_seconds=10, call_seconds=120, group_port=0)
+                client.workers("qurl_use_fast_ops", seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RolloutServer":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def wait(self) -> int:
+        """Until the server ends by itself; returns its exit status."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """Stop the server and all its processes, and remove its files. Safe to repeat."""
+        if self._process is not None and self._process.poll() is None:
+            family = [self._process, *_children(self._process.pid)]
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+            for process in family:  # what is left of it
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    process.kill()
+            self._process.wait()
+        self._folder.close()
+
+    def _check_transfer(self, host: str, on_gpu: bool) -> None:
+        if self.transfer == "nccl" and not on_gpu:
+            raise ValueError(
+                "transfer='nccl' is not possible without a GPU: use 'file', through this machine's memory, or leave it "
+                "out."
+            )
+        try:
+            address = ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host)
+        except OSError as error:
+            raise ValueError(
+                f"host={host!r} is not known here ({error.strerror}): use an address of this machine."
+            ) from None
+        if address.is_loopback:
+            return
+        if self.transfer == "file":
+            raise ValueError(
+                f"host={host!r} is not possible with transfer='file', which is for a trainer on this machine: use "
+                "127.0.0.1, or transfer='nccl' for two nodes with GPUs."
+            )
+        logger.warning(
+            "Whoever reaches %s can exchange this server's weights and call its processes: listen in a private network "
+            "alone.",
+            host,
+        )
+
+    def _start(self, path: Path, options: dict, on_gpu: bool, seconds: float) -> None:
+        exported = (
+            Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="qurl-checkpoint-"))) / "model"
+        )
+        if self.dtype in FORMATS:
+            export_checkpoint(path, exported, self.dtype, code_bits=self.code_bits)
+        else:
+            exported = path
+        self.handover = self._folder.enter_context(_handover(checkpoint_bytes(exported)))
+        known = {
+            "dtype": self.dtype,
+            "code_bits": self.code_bits,
+            "transfer": self.transfer,
+            "hardware": hardware_name(),
+        }
+        extra = {"qurl_kernels": True, "qurl_server": known | {"handover": str(self.handover)}}
+        options |= {
+            "model": exported,
+            "served-model-name": self.model,
+            "host": self.host,
+            "port": self.port,
+            "dtype": str(FULL_PRECISION.get(self.dtype, torch.bfloat16)).removeprefix("torch."),
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",  # not the model's own defaults of sampling
+            "worker-extension-cls": "qurl.rollout.worker.RolloutWorker",
+            "additional-config": json.dumps(extra),
+        }
+        words = [f"--{name}={value}" for name, value in options.items()]
+        words += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+        words += ["--weight-transfer-config", '{"backend": "nccl"}'] if self.transfer == "nccl" else []
+        words += [] if on_gpu else ["--enforce-eager"]
+        start = time.monotonic()
+        with open(self.log_path, "a") as log:
+            self._process = subprocess.Popen(
+                # The `vllm` command looks for a package of that name, which its CPU build is not.
+                [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *words],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for `close`, which lets it end in order
+                preexec_fn=_end_with_parent,
+            )
+        self._wait_until_ready(start, seconds)
+        self.seconds = time.monotonic() - start
+
+    def _wait_until_ready(self, start: float, seconds: float) -> None:
+        while self._process.poll() is None:
+            if time.monotonic() - start > seconds:
+                raise RolloutError(
+                    f"the vLLM server was not ready after {seconds:g} s. The end of {self.log_path}:\n"
+                    f"{last_lines(self.log_path)}"
+                )
+            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
+                RolloutClient(self.url, connect_seconds=0, call_seconds=60, group_port=0)
+                return
+            time.sleep(0.25)
+        raise RolloutError(
+            f"the vLLM server ended with status {self._process.returncode} before it was ready. The end of "
+            f"{self.log_path}:\n{last_lines(self.log_path)}"
+        )
+
+
+def _end_with_parent() -> None:
+    """In the new process: be told to end when the one that started it is gone, killed without a chance to say so."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _children(process: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).children(recursive=True)
+    return []
+
+
+def _free_port(host: str, port: int) -> int:
+    """``port`` if nobody listens there; for 0 one that is free."""
+    try:
+        with socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as listener:
+            return listener.getsockname()[1]
+    except OSError as error:
+        raise ValueError(
+            f"port={port} at host={host!r} is not free ({error.strerror}): use another port, or 0 for any."
+        ) from None
+
+
+@contextlib.contextmanager
+def _handover(size: int):
+    """A folder that this user alone can read, in memory if two updates of ``size`` bytes fit there.
+
+    Folders of servers that were killed are removed first: they would fill the memory.
+    """
+    for left in _SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        process = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if left.owner() == Path.home().owner() and process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
+    if not in_memory:
+        logger.warning(
+            "Shared memory is too small for an update of %.1f GB: updates go through files.", size / 1e9
+        )
+    with tempfile.TemporaryDirectory(
+        prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None
+    ) as folder:
+        yield Path(folder)
