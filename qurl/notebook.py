@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import matplotlib
 import pydantic
 
 import qurl
@@ -255,8 +256,7 @@ def save_results(folder: Path, name: str, figure, table, result: dict[str, Any],
         Path by file name.
     """
     writers = {
-        # A fixed salt and no date: the same numbers give the same file.
-        f"{name}.svg": lambda path: figure.savefig(path, format="svg", metadata={"Date": None}),
+        f"{name}.svg": lambda path: _save_svg(figure, path),
         f"{name}.png": lambda path: figure.savefig(path, format="png", dpi=150),
         f"{name}.csv": lambda path: table.to_csv(path, index=False),
         **{
@@ -273,6 +273,12 @@ def save_results(folder: Path, name: str, figure, table, result: dict[str, Any],
         with whole_file(paths[file]) as partial:
             write(partial)
     return paths
+
+
+def _save_svg(figure, path: Path) -> None:
+    """Same numbers, same file: ids from a fixed salt in place of a random one, and no date."""
+    with matplotlib.rc_context({"svg.hashsalt": "qurl"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _plain(value: Any) -> Any:

@@ -238,6 +238,31 @@ def test_results_are_complete(tmp_path):
     pd.testing.assert_frame_equal(pd.read_csv(paths["fig.csv"]), TABLE)
 
 
+def test_same_numbers_same_svg_in_every_process(tmp_path):
+    """Clip paths and markers have ids; matplotlib salts them with a random number unless told otherwise."""
+    program = """
+import sys
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from qurl.notebook import save_results
+
+figure = Figure()
+for axes in figure.subplots(1, 2):
+    axes.errorbar([0, 1], [1, 2], yerr=0.5, marker="o", capsize=3)
+    axes.imshow([[0, 1], [1, 0]])
+save_results(Path(sys.argv[1]), "fig", figure, pd.DataFrame(), {})
+"""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        subprocess.run([sys.executable, "-c", program, str(tmp_path / name)], check=True)
+    first, second = ((tmp_path / name / "fig.svg").read_bytes() for name in ("first", "second"))
+    assert b"clip-path" in first and b"<dc:date>" not in first
+    assert first == second
+
+
 def test_a_failed_save_leaves_the_old_files(tmp_path):
     notebook.save_results(tmp_path, "fig", Figure(), TABLE, {"run": 1})
     with pytest.raises(OSError, match="disk full"):

@@ -3,10 +3,12 @@
 from itertools import pairwise
 
 import matplotlib.colors
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 
 from qurl import plots
 from qurl.quantization import FORMATS, QuantizedTensor, quantize
@@ -169,6 +171,27 @@ def test_numbers_do_not_lie_on_the_line_at_1(speedup):
         assert not box.ymin < line < box.ymax
 
 
+def test_numbers_do_not_lie_on_whiskers():
+    """A disturbed repetition has a whisker several times as high as its bar; the number stands above it."""
+    table = measured(lengths=(32, 128)).assign(low=lambda rows: rows["speedup"] / 2)
+    table.loc[::2, "high"] = 3 * table.loc[::2, "speedup"]
+    figure = plots.speedup(table, paper_cases())
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    whiskers = [
+        segment
+        for lines in axes.collections
+        if isinstance(lines, LineCollection)
+        for segment in axes.transData.transform(np.concatenate(lines.get_segments())).reshape(-1, 2, 2)
+    ]
+    assert len(whiskers) == len(axes.texts) == 16
+    for text in axes.texts:
+        box = text.get_window_extent(renderer)
+        for (x, bottom), (_, top) in whiskers:
+            assert not (box.xmin < x < box.xmax and box.ymin < top and bottom < box.ymax)
+
+
 def test_one_repetition_has_no_whiskers():
     table = measured().assign(low=lambda rows: rows["speedup"], high=lambda rows: rows["speedup"])
     bars = [c for c in plots.speedup(table, paper_cases()).axes[0].containers if hasattr(c, "patches")]
@@ -207,3 +230,11 @@ def test_windows_average_all_but_the_largest_weight():
     assert table["reward"].tolist() == [1.5, 5.5, 8.5]
     assert table["mismatch/w_max"].tolist() == [3, 7, 9]
     assert table["absent"].isna().all()
+
+
+def test_windows_of_whole_batches_show_no_zigzag():
+    """Two steps per batch, of which the first never clips: windows of three would alternate between 1/3 and 2/3."""
+    metrics = pd.DataFrame({"clip": [0.0, 1.0] * 6}, index=pd.RangeIndex(1, 13, name="step"))
+    table = plots.windowed(metrics, ["clip"], windows=4, multiple=2)
+    assert table["step"].tolist() == [4, 8, 12]
+    assert table["clip"].tolist() == [0.5] * 3

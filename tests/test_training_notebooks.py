@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -119,9 +120,12 @@ def test_live_curves_draw_at_most_every_so_many_seconds(monkeypatch):
 
     monkeypatch.setattr("IPython.display.display", lambda figure, display_id: Handle())
     assert len(history(State.log_history)) == 1
-    live = LiveCurves(seconds=3600)
+    live, args = (
+        LiveCurves(seconds=3600),
+        SimpleNamespace(steps_per_generation=4, gradient_accumulation_steps=2),
+    )
     for _ in range(3):
-        live.on_log(None, State, None)
+        live.on_log(args, State, None)
     assert Handle.drawn == 0  # the first drawing is the display itself, the others come too soon
-    live.on_train_end(None, State, None)
+    live.on_train_end(args, State, None)
     assert Handle.drawn == 1

@@ -9,7 +9,7 @@ from qurl.experiments.orchestrator import Orchestrator, core_count
 from qurl.experiments.paper import KL_COLLAPSE, KL_STABLE, NAIVE_CLIPPED_SHARE, TABLES
 from qurl.experiments.results import Claim, Results, collect, judge
 from qurl.experiments.store import RunStore
-from qurl.notebook import ParameterError, Parameters
+from qurl.notebook import ParameterError, Parameters, provenance
 
 
 class FigureConfig(Parameters):
@@ -49,13 +49,29 @@ def read_runs(figure: str, config: FigureConfig) -> Results:
     return results
 
 
-def verdicts(figure: str, results: Results, preset: str) -> list[dict[str, Any]]:
-    """`judge` for the figure's claims."""
-    told = []
-    for experiment, claim in CLAIMS[figure]:
-        of_experiment = results.runs[results.runs["experiment"] == experiment]
-        told.append(judge(of_experiment, claim, preset))
-    return told
+def record(figure: str, config: FigureConfig, results: Results, **more: Any) -> dict[str, Any]:
+    """What a figure's ``result.json`` says: provenance, a verdict per claim, the runs, and which are missing.
+
+    Parameters
+    ----------
+    figure : str
+        A key of ``CLAIMS``.
+    config : FigureConfig
+    results : Results
+        Of `read_runs`.
+    **more
+        Further numbers of this figure.
+    """
+    claims = [
+        judge(results.runs[results.runs["experiment"] == experiment], claim, config.preset)
+        for experiment, claim in CLAIMS[figure]
+    ]
+    return (
+        provenance(preset=config.preset, seeds=config.seeds)
+        | {"claims": claims}
+        | more
+        | {"runs": results.runs.to_dict("records"), "missing": [spec.name for spec in results.missing]}
+    )
 
 
 def _order(table: str, experiment: str, *pairs: tuple[str, str, str]) -> list[tuple[str, Claim]]:

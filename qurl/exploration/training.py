@@ -66,23 +66,26 @@ class LiveCurves(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Draw anew, if the last drawing is long enough ago."""
         if time.monotonic() - self._last >= self.seconds:
-            self._draw(state)
+            self._draw(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Draw the whole run."""
-        self._draw(state)
+        self._draw(args, state)
 
-    def _draw(self, state) -> None:
+    def _draw(self, args, state) -> None:
         from IPython.display import display
 
         table = history(state.log_history)
         if not len(table) or "reward" not in table:
             return
+        steps_per_batch = max(1, args.steps_per_generation // args.gradient_accumulation_steps)
         figure = curves(
-            windowed(table, self.panels).assign(arm="this run", seed=0),
+            windowed(table, self.panels, multiple=steps_per_batch).assign(arm="this run", seed=0),
             self.panels,
             title=f"Step {state.global_step} of {state.max_steps}",
         )
+        # As wide as a notebook's column, which would scale a wider figure down until its labels cannot be read.
+        figure.set_size_inches(4.4 * len(self.panels), 4.6)
         if self._handle is None:
             self._handle = display(figure, display_id=True)
         else:
@@ -108,12 +111,16 @@ def matching_runs(store: RunStore, pattern: str) -> dict[str, Run]:
     return chosen
 
 
+def arm_name(name: str, run: Run) -> str:
+    """A run's name in `matching_runs` without its seed."""
+    return name.removesuffix(f"-seed{run.spec.seed}")
+
+
 def run_curves_table(runs: dict[str, Run]) -> pd.DataFrame:
     """Windows of several runs' metrics, for `qurl.plots.curves`; runs that differ in the seed alone are one arm."""
     tables = []
     for name, run in runs.items():
-        arm = name.removesuffix(f"-seed{run.spec.seed}")
-        tables.append(windowed(run.metrics, CURVES).assign(arm=arm, seed=run.spec.seed))
+        tables.append(windowed(run.metrics, CURVES).assign(arm=arm_name(name, run), seed=run.spec.seed))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -197,7 +197,7 @@ def mismatch(tokens: pd.DataFrame, kl: pd.DataFrame) -> Figure:
         title="w = π_prox / π_behav, per token",
     )
     left.set_xlim(left=1e-4)
-    left.axvline(np.log(2), color="0.25", linewidth=1, label="w = 2 or ½")
+    left.axvline(np.log(2), color="black", linewidth=0.8, label="upright line: w = 2 or ½")
     left.legend(loc="lower left", frameon=True)
     for (label, value), linestyle in zip(_PAPER_KL.items(), (":", "--"), strict=True):
         right.axvline(value, color="0.25", linestyle=linestyle, label=f"{label}: {value:g}")

@@ -25,7 +25,9 @@ _EXTREMES = {"mismatch/w_max"}
 _WINDOWS = 40
 
 
-def windowed(metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WINDOWS) -> pd.DataFrame:
+def windowed(
+    metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WINDOWS, *, multiple: int = 1
+) -> pd.DataFrame:
     """Means of a run's metrics over windows of steps; of the largest w, the maximum.
 
     Parameters
@@ -35,7 +37,10 @@ def windowed(metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WIND
     columns : sequence of str
         Those that the run has not logged come out as NaN.
     windows : int
-        Into how many the steps are split.
+        Into how many the steps are split, at most.
+    multiple : int
+        A window's steps are a multiple of this. With that of the optimizer steps of a batch, what differs between a
+        batch's first step, at which nothing is clipped, and its others does not show as a zigzag.
 
     Returns
     -------
@@ -43,6 +48,7 @@ def windowed(metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WIND
         ``step`` (the last one of a window) and ``columns``.
     """
     width = max(1, -(-int(metrics.index.max()) // windows))
+    width = -(-width // multiple) * multiple
     last = np.minimum(-(-metrics.index.to_numpy() // width) * width, metrics.index.max())
     known = metrics.reindex(columns=list(columns))
     table = known.groupby(last).agg({name: "max" if name in _EXTREMES else "mean" for name in columns})
@@ -50,7 +56,14 @@ def windowed(metrics: pd.DataFrame, columns: Sequence[str], windows: int = _WIND
 
 
 def _draw_arms(ax, table: pd.DataFrame, metric: str, legend: bool = True) -> None:
-    """A line for each arm, the mean over its seeds, with the range over them as a band."""
+    """A line for each arm, the mean over its seeds, with the range over them as a band.
+
+    Arms with different numbers of seeds say how many they have: one seed is no mean and has no band.
+    """
+    seeds = table.groupby("arm")["seed"].nunique()
+    if seeds.nunique() > 1:
+        names = {arm: f"{arm} ({count} seed{'s' * (count > 1)})" for arm, count in seeds.items()}
+        table = table.assign(arm=table["arm"].map(names))
     arms = list(dict.fromkeys(table["arm"]))
     sns.lineplot(
         table,

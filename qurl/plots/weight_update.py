@@ -85,6 +85,13 @@ def _draw_sizes(axes, layers, gradients, learning_rate, steps, paper_update) -> 
     axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 
 
+def _draw_ranges(axes, x, table: pd.DataFrame, **style) -> None:
+    """A mark at the first column of ``table``, with a capped bar from its second to its third."""
+    middle, low, high = (table[column] for column in table)
+    yerr = [middle - low, high - middle]
+    axes.errorbar(x, middle, yerr, linestyle="", markersize=7, capsize=3, elinewidth=1, zorder=3, **style)
+
+
 def _draw_gains(axes, gains: pd.DataFrame, steps: int) -> None:
     series = (
         ("sgd", "q/k/v, gate/up", _RED, "o", "SGD: q/k/v, gate/up (line: s²)", -0.012),
@@ -100,18 +107,13 @@ def _draw_gains(axes, gains: pd.DataFrame, steps: int) -> None:
         axes.plot(line["s"], line["predicted"], color=colour, linewidth=1.2, zorder=1)
         for window, face, offset in (("first step", colour, 0.0), ("whole batch", "white", 0.02)):
             part = rows[rows["window"] == window]
-            spread = [part["gain"] - part["low"], part["high"] - part["gain"]]
-            axes.errorbar(
+            _draw_ranges(
+                axes,
                 part["s"] + shift + offset,
-                part["gain"],
-                yerr=spread,
-                fmt=marker,
+                part[["gain", "low", "high"]],
+                marker=marker,
                 color=colour,
                 markerfacecolor=face,
-                markersize=7,
-                capsize=3,
-                elinewidth=1,
-                zorder=3,
                 label=label if window == "first step" else None,
             )
     axes.set_yscale("log", base=2)
@@ -138,17 +140,13 @@ def _draw_ratios(axes, layers: pd.DataFrame, steps: int) -> None:
     series = [(dtype, s) for dtype in ("int8", "fp8") for s in compared]
     for index, (dtype, s) in enumerate(series):
         part = rows[(rows["dtype"] == dtype) & (rows["s"] == s)]
-        table = part.groupby("projection")["update_to_error"].agg(["median", "min", "max"]).loc[projections]
-        position = [x + 0.18 * (index - 1.5) for x in range(len(projections))]
-        axes.errorbar(
-            position,
-            table["median"],
-            yerr=[table["median"] - table["min"], table["max"] - table["median"]],
-            fmt=_DTYPE_MARKERS[dtype],
+        _draw_ranges(
+            axes,
+            [x + 0.18 * (index - 1.5) for x in range(len(projections))],
+            part.groupby("projection")["update_to_error"].agg(["median", "min", "max"]).loc[projections],
+            marker=_DTYPE_MARKERS[dtype],
             color=_DTYPE_COLOURS[dtype],
             markerfacecolor=_DTYPE_COLOURS[dtype] if s == 1 else "white",
-            markersize=7,
-            capsize=3,
             label=f"{NAMES[dtype]}, s = {s:g}",
         )
     axes.set_yscale("log")
