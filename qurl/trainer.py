@@ -187,6 +187,14 @@ class QuRLTrainer(GRPOTrainer):
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,
+            mode=args.vllm_mode,
+            server_base_url=args.vllm_server_base_url,
+            server_host=args.vllm_server_host,
+            server_port=args.vllm_server_port,
+            server_timeout=args.vllm_server_timeout,
+            group_port=args.vllm_group_port,
+            transfer=args.rollout_transfer,
+            call_timeout=args.rollout_timeout,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_length=args.vllm_max_model_length,
             max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
@@ -642,7 +650,8 @@ class QuRLTrainer(GRPOTrainer):
                 f"checkpoint {str(folder)!r} was made by {made} processes and not by {ours}: resume with as many, or "
                 "start a new run with it as the model."
             )
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        # Of several processes on a CPU, the device is "cpu:0", which torch does not load to.
+        state = torch.load(path, map_location=self.accelerator.device.type, weights_only=True)
         for name, ours in (("rollout_dtype", self.args.rollout_dtype), ("windows", self._windows)):
             if state[name] != ours:
                 raise ValueError(
