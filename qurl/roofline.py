@@ -76,6 +76,8 @@ class ModelShape:
     ----------
     hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, vocab_size : int
         As in the model's config.json.
+    tied : bool
+        Whether one matrix is embedding and lm_head.
     """
 
     hidden_size: int
@@ -85,6 +87,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab_size: int
+    tied: bool = False
 
     @classmethod
     def from_config(cls, config) -> "ModelShape":
@@ -98,6 +101,7 @@ class ModelShape:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab_size=config.vocab_size,
+            tied=config.tie_word_embeddings,
         )
 
     @property
@@ -112,14 +116,21 @@ class ModelShape:
         return self.hidden_size * self.vocab_size
 
     @property
+    def weights(self) -> int:
+        """All weights but norms and biases, which are less than a thousandth."""
+        return self.linear_weights + (1 if self.tied else 2) * self.lm_head_weights
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers, in BF16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES_BF16
 
 
-# config.json of Qwen2.5-{7B,14B,32B} (Apache-2.0 model cards of the Qwen team), the models of the paper's
-# Fig. 8.
+# config.json of Qwen2.5-0.5B, of DeepSeek-R1-Distill-Qwen-1.5B (its lm_head is untied from Qwen2.5-Math-1.5B's
+# embedding), and of Qwen2.5-{7B,14B,32B}, the models of the paper's Fig. 8; Qwen2.5-Math-7B has the shape of "7B".
 MODEL_SHAPES = {
+    "0.5B": ModelShape(896, 4864, 24, 14, 2, 64, 151936, tied=True),
+    "1.5B": ModelShape(1536, 8960, 28, 12, 2, 128, 151936),
     "7B": ModelShape(3584, 18944, 28, 28, 4, 128, 152064),
     "14B": ModelShape(5120, 13824, 48, 40, 8, 128, 152064),
     "32B": ModelShape(5120, 27648, 64, 40, 8, 128, 152064),
@@ -234,6 +245,26 @@ def expected_speedup(model: str | ModelShape, gpu: str | GPU, *, dtype: str, **s
     )
 
 
+def sequence_operations(shape: ModelShape, tokens: int) -> tuple[float, float]:
+    """Operations of one forward pass over a sequence, causal attention.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    tokens : int
+        Length of the sequence.
+
+    Returns
+    -------
+    (float, float)
+        Of the linears that are quantized, 2 a weight and token; and of lm_head and attention, which stay in BF16. A
+        token with t tokens up to itself takes 4 t x heads x head_dim a layer for scores and weighted sum; over the
+        sequence that adds up to 2 x tokens**2.
+    """
+    attention = 2 * tokens**2 * shape.layers * shape.heads * shape.head_dim
+    return 2.0 * tokens * shape.linear_weights, 2.0 * tokens * shape.lm_head_weights + attention
+
+
 @dataclass(frozen=True)
 class ReportedSpeedup:
     """A range read off the paper's Fig. 8: rollout throughput, INT8 over BF16 (1.2 means 20 % faster)."""
@@ -284,7 +315,8 @@ def paper_cases(
         H200, FP8).
     """
     cases = [*PAPER_SPEEDUPS]
-    cases += [ReportedSpeedup(model, "H200", 1, float("nan"), float("nan")) for model in MODEL_SHAPES]
+    models = dict.fromkeys(case.model for case in PAPER_SPEEDUPS)
+    cases += [ReportedSpeedup(model, "H200", 1, float("nan"), float("nan")) for model in models]
     batch_sizes = list(batch_sizes)
     rows = []
     for case in cases:

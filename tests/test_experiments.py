@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from qurl import notebook
-from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, launch, recipe, recipe_table
+from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, recipe, recipe_table
 from qurl.experiments.figures import CLAIMS
 from qurl.experiments.matrix import FIGURES, arms, runs
 from qurl.experiments.orchestrator import Orchestrator, claims_table, reproduce, train_command
@@ -492,46 +492,3 @@ def test_claims_page_shows_every_verdict(tmp_path):
     assert "## [tab_dapo/cpu](tab_dapo/cpu)" in page
     assert "| ACR is better | 2 against 1 | +1 | **reproduced**: so |" in page
     assert "| UAQ adds | 3 | – | **not testable with this preset**: no |" in page
-
-
-# Launch of the preset "paper" ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("experiment", "billions"), [("gsm8k", 0.494), ("deepscaler", 1.777), ("dapo", 7.616)]
-)
-def test_memory_of_the_papers_models(experiment, billions):
-    """Parameters as on the model cards; 16 bytes each for training, over 8 GPUs only where they do not fit."""
-    spec = RunSpec(experiment=experiment, preset="paper")
-    table = launch.memory(spec)["GiB"]
-    ways = 8 if experiment == "dapo" else 1
-    assert table["weights, gradients, moments"] == pytest.approx(billions * 1e9 * 16 / ways / 2**30, rel=1e-3)
-    assert table.sum() == pytest.approx(80e9 / 2**30)
-    assert table.min() > 0  # it fits
-    # INT8 saves a byte for each weight of the linears, which become keys and values.
-    bf16 = launch.memory(RunSpec(experiment=experiment, preset="paper", dtype="bf16"))["GiB"]
-    saved = launch.SHAPES[experiment].linear_weights / 2**30
-    assert bf16["engine: weights"] - table["engine: weights"] == pytest.approx(saved)
-    assert table["engine: keys and values"] - bf16["engine: keys and values"] == pytest.approx(saved)
-
-
-def test_logits_of_the_longest_completion():
-    """DAPO: 20,480 tokens × 152,064 symbols × 4 bytes, twice."""
-    table = launch.memory(RunSpec(experiment="dapo", preset="paper"))["GiB"]
-    assert table["logits"] == pytest.approx(20_480 * 152_064 * 8 / 2**30)
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_accelerate_reads_its_config(experiment, tmp_path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    spec = RunSpec(experiment=experiment, preset="paper")
-    config = load_config_from_file(str(launch.write_config(spec, tmp_path)))
-    assert config.num_processes == GPUS
-    assert (config.fsdp_config or {}).get("fsdp_version") == (2 if experiment == "dapo" else None)
-    words = launch.launch_command(spec, tmp_path)
-    assert words[:3] == ["accelerate", "launch", "--config_file"] and words[4:7] == [
-        "-m",
-        "qurl.cli",
-        "train",
-    ]

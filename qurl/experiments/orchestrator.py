@@ -7,6 +7,7 @@ finished is skipped, what was stopped goes on, and what another orchestrator has
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from qurl.experiments.launch import launch_command
+from qurl.experiments import launch
 from qurl.experiments.matrix import FIGURES, MAX_SEEDS, runs
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
@@ -366,15 +367,20 @@ def reproduce(
 
 
 def _commands(specs, figures, preset, seeds, store, train_only) -> Iterator[str]:
+    if preset == "paper":
+        yield from launch.plans(dict.fromkeys(spec.experiment for spec in specs), store)
+        yield "\n# Every run, on one node:"
     for spec in specs:
         note = {"finished": "  # finished", "running": "  # running"}.get(store.state(spec), "")
         command = (
-            launch_command(spec, store.folder(spec)) if preset == "paper" else train_command(spec, store)
+            launch.train_command(spec, store.root, store.folder(spec))
+            if preset == "paper"
+            else train_command(spec, store)
         )
-        yield " ".join(command) + note
+        yield shlex.join(command) + note
     if not train_only:
         for figure in figures:
-            yield from map(" ".join, figure_commands(figure, preset, seeds, store).values())
+            yield from map(shlex.join, figure_commands(figure, preset, seeds, store).values())
 
 
 def _draw(figure: str, folder: Path, command: list[str], report: Callable[[str], None]) -> bool:

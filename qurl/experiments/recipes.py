@@ -30,6 +30,7 @@ VERL = "verl's GSM8K example"
 FLASHRL = "FlashRL, which QuRL compares with"
 OURS = "our choice"
 GRPO_FOR_PPO = "our choice: Table 1 trains PPO with a critic; GRPO takes its place"
+DAPO_7B = "verl's DAPO script for Qwen2.5-Math-7B"
 EMBEDDED = "our choice, for the embedded model"
 
 _COMMON = {
@@ -112,12 +113,15 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "max_completion_length": Choice(512, f"{VERL}, twice its 256 tokens"),
             "vllm_max_model_length": Choice(1024, f"{VERL}: prompts of up to 512 tokens"),
             "temperature": Choice(1.0, VERL),
-            "max_steps": Choice(435, f"{VERL}: 15 epochs of 29 batches"),
+            "max_steps": Choice(1_740, f"{VERL}: 15 epochs of 29 batches, each of four optimizer steps"),
             "eval_k": Choice(1, f"{QURL}, Table 1"),
         },
         "dapo": _EIGHT_GPUS
         | {
-            "model": Choice("Qwen/Qwen2.5-Math-7B", f"{QURL}: 7B; which one: our choice"),
+            "model": Choice(
+                "models/Qwen2.5-Math-7B-32k",
+                f"{QURL}: 7B; which one: {DAPO_7B}, which raises its limit of 4,096 positions to 32,768",
+            ),
             "task": Choice("dapo", f"{QURL}, Table 2"),
             "eval_tasks": Choice(["aime24"], f"{QURL}, Table 2"),
             "learning_rate": Choice(1e-6, f"{QURL}, Table 2"),
@@ -127,10 +131,10 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "per_device_train_batch_size": Choice(1, OURS),
             "gradient_accumulation_steps": Choice(64, f"{DAPO}: mini-batches of 512 completions on 8 GPUs"),
             "steps_per_generation": Choice(1024, f"{DAPO}: 512 prompts to a batch, so 16 optimizer steps"),
-            "max_completion_length": Choice(20_480, DAPO),
+            "max_completion_length": Choice(8_192, f"{DAPO_7B}; DAPO's 32B model has 20,480"),
             "overlong_buffer": Choice(4_096, DAPO),
             "dynamic_sampling_max_rounds": Choice(9, f"{DAPO}: up to ten generation batches"),
-            "vllm_max_model_length": Choice(22_528, f"{DAPO}: prompts of up to 2,048 tokens"),
+            "vllm_max_model_length": Choice(10_240, f"{DAPO_7B}: prompts of up to 2,048 tokens"),
             "temperature": Choice(1.0, DAPO),
             "eval_temperature": Choice(1.0, DAPO),
             "max_steps": Choice(3_200, f"{OURS}: 200 rollout batches"),
