@@ -73,6 +73,10 @@ _UAQ_OPTIMIZERS = {
     OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
 }
 _BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
+# accelerate names the device of several processes on a CPU "cpu:0", to which torch alone loads no checkpoint.
+torch.serialization.register_package(
+    20, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+)
 
 
 class QuRLTrainer(GRPOTrainer):
@@ -650,8 +654,7 @@ class QuRLTrainer(GRPOTrainer):
                 f"checkpoint {str(folder)!r} was made by {made} processes and not by {ours}: resume with as many, or "
                 "start a new run with it as the model."
             )
-        # Of several processes on a CPU, the device is "cpu:0", which torch does not load to.
-        state = torch.load(path, map_location=self.accelerator.device.type, weights_only=True)
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
         for name, ours in (("rollout_dtype", self.args.rollout_dtype), ("windows", self._windows)):
             if state[name] != ours:
                 raise ValueError(
