@@ -194,10 +194,13 @@ def sharded(shape: ModelShape, gpu: str | None = None) -> bool:
     return shape.weights * (_STATE_BYTES + 2 * _COPY_BYTES) > rates.memory / 3
 
 
-def tensor_parallel(shape: ModelShape, dtype: str, share: float, gpu: str | None = None) -> int:
-    """GPUs an engine needs so that its weights take at most half of what it may take; 1, 2, 4 or 8."""
+def tensor_parallel(shape: ModelShape, share: float, gpu: str | None = None) -> int:
+    """GPUs of an engine whose BF16 weights take at most half of its ``share`` of each: 1, 2, 4 or 8.
+
+    The rollout dtype does not count, so that BF16 and 8 bits are compared on the same engines.
+    """
     room = share * RATES[gpu or ASSUMPTIONS["gpu"].value].memory / 2
-    return next((ways for ways in (1, 2, 4) if _engine_weights(shape, dtype) / ways <= room), 8)
+    return next((ways for ways in (1, 2, 4) if 2 * shape.weights / ways <= room), 8)
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def memory(work: Workload, dtype: str, layout: Layout, gpus: int = GPUS, gpu: st
     shape = work.shape
     apart = layout == "two-nodes"
     share = ASSUMPTIONS["server_memory"].value if apart else work.memory_share
-    ways = tensor_parallel(shape, dtype, share, gpu) if apart else 1
+    ways = tensor_parallel(shape, share, gpu) if apart else 1
     spread = sharded(shape, gpu)
     copies = _COPY_BYTES * (work.reference + (not spread))
     state = shape.weights * (_STATE_BYTES + copies) / (gpus if spread else 1)
