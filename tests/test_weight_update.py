@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from qurl import notebook
+from qurl.experiments import weight_update
 from qurl.experiments.update_claims import gains, summarize, weight_update_claims
 from qurl.experiments.weight_update import (
     BATCH,
@@ -150,6 +151,31 @@ def test_smoke_judges_no_model(updates):
     assert all(claim["paper"] and claim["ours"] and claim["reason"] for claim in claims)
 
 
+def test_a_stopped_measurement_goes_on(batch, updates, tmp_path, monkeypatch):
+    """Its numbers are those of one that was not stopped; with other settings nothing is taken over."""
+    settings, finished = dataclasses.replace(SETTINGS, scales=(1.0,)), tmp_path / "new" / "arms"
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_updates(settings, batch, stop, finished)
+    lines = []
+    resumed = measure_updates(settings, batch, lines.append, finished)
+    assert ["finished before" in line for line in lines] == [True, False]
+    for name in ("layers", "norms", "gradients", "steps"):
+        whole = getattr(updates, name).query("s == 1").reset_index(drop=True)
+        pd.testing.assert_frame_equal(getattr(resumed, name), whole)
+
+    def train(*arm):
+        raise RuntimeError("trained")
+
+    monkeypatch.setattr(weight_update, "_train_arm", train)
+    measure_updates(settings, batch, None, finished)
+    with pytest.raises(RuntimeError, match="trained"):
+        measure_updates(dataclasses.replace(settings, learning_rate=2e-4), batch, None, finished)
+
+
 # Recorded rollouts -----------------------------------------------------------------------------------------------
 
 
@@ -188,6 +214,14 @@ def test_bad_parameters(name, value, sentence):
     with pytest.raises(notebook.ParameterError) as raised:
         notebook.parse(WeightUpdateConfig, PARAMETERS | {name: value})
     assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("name", ["n", "seed", "split"])
+def test_task_options_that_other_settings_decide(name):
+    with pytest.raises(
+        ValueError, match=rf"^task_options\['{name}'\]=1 is not possible: leave it out, as .+\.$"
+    ):
+        dataclasses.replace(SETTINGS, task_options={name: 1})
 
 
 # The notebook ----------------------------------------------------------------------------------------------------

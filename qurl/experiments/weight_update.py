@@ -22,12 +22,15 @@ the rounding of FP32 (`Updates.gradients` has the share), so SGD gets a rate of 
 Nothing is clipped or decayed: `qurl.uaq` says why the equality with learning rates ends there.
 """
 
+import hashlib
+import json
 import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -36,8 +39,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from qurl.config import QuRLConfig
+from qurl.files import write_whole
 from qurl.models import resolve_model
-from qurl.notebook import Parameters
+from qurl.notebook import Parameters, provenance
 from qurl.quantization import is_quantized_name
 from qurl.rollout import RolloutEngine, Rollouts
 from qurl.tasks import Task, load_task
@@ -60,7 +64,7 @@ class Settings:
     ----------
     model, task : str
     task_options : dict
-        See `qurl.tasks.load_task`; those of a preset are for its own task.
+        See `qurl.tasks.load_task`, but for ``n``, ``seed`` and ``split``; those of a preset are for its own task.
     scales : tuple of float
         UAQ's s; the first is 1, against which gains are taken.
     dtype : {"int8", "fp8"}
@@ -78,6 +82,11 @@ class Settings:
     max_completion_length : int
     gradient_checkpointing : bool
     seed : int
+
+    Raises
+    ------
+    ValueError
+        If ``task_options`` holds what the other settings decide.
     """
 
     model: str
@@ -94,6 +103,18 @@ class Settings:
     learning_rate: float = 1e-6
     sgd_learning_rate: float = 1e-2
     seed: int = 0
+
+    def __post_init__(self):
+        decided = {
+            "n": "steps, batch_size and num_generations say how many problems are used",
+            "seed": "the setting seed is the task's as well",
+            "split": "problems are those of the split 'train'",
+        }
+        for name, reason in decided.items():
+            if name in self.task_options:
+                raise ValueError(
+                    f"task_options[{name!r}]={self.task_options[name]!r} is not possible: leave it out, as {reason}."
+                )
 
 
 _SCALES = (1.0, 1.25, 1.5, 2.0)
@@ -405,7 +426,12 @@ def _roles(model) -> dict[str, str]:
     return roles
 
 
-def measure_updates(settings: Settings, batch: Batch, report: Callable[[str], None] | None = None) -> Updates:
+def measure_updates(
+    settings: Settings,
+    batch: Batch,
+    report: Callable[[str], None] | None = None,
+    finished: Path | None = None,
+) -> Updates:
     """Take the same optimizer steps for every s with SGD and AdamW, and compare them with the quantization error.
 
     Parameters
@@ -414,12 +440,16 @@ def measure_updates(settings: Settings, batch: Batch, report: Callable[[str], No
     batch : Batch
     report : callable, optional
         Gets a line of progress per arm.
+    finished : pathlib.Path, optional
+        Folder in which finished arms are kept, so that a measurement that was stopped goes on where it was: an arm is
+        taken from there if settings, batch and commit are the same. The caller removes it when all is saved.
 
     Returns
     -------
     Updates
     """
     say = report or (lambda line: None)
+    key = _fingerprint(settings, batch)
     base = _scaled_copy(settings, 1.0)
     roles, magnitudes = _roles(base), _magnitudes(base, settings.seed)
     del base
@@ -427,24 +457,51 @@ def measure_updates(settings: Settings, batch: Batch, report: Callable[[str], No
     arms = [(optimizer, s) for optimizer in OPTIMIZERS for s in settings.scales]
     for index, (optimizer, s) in enumerate(arms):
         started = time.perf_counter()
-        watch, reward = _train_arm(settings, batch, optimizer, s, roles)
-        watch.steps = [row | {"reward": reward} for row in watch.steps]
+        kept = finished / f"{optimizer}-s{s}-{key}.json" if finished else None
+        if reused := bool(kept and kept.is_file()):
+            frames = {name: pd.DataFrame(columns) for name, columns in json.loads(kept.read_text()).items()}
+        else:
+            frames = _arm_tables(settings, batch, optimizer, s, roles)
+            if kept:
+                finished.mkdir(parents=True, exist_ok=True)
+                # JSON keeps every float as it is.
+                write_whole(kept, json.dumps({name: frame.to_dict("list") for name, frame in frames.items()}))
         keys = {"optimizer": optimizer, "s": s}
-        frames = {
-            "layers": pd.concat(watch.layers),
-            "norms": pd.DataFrame(watch.norms),
-            "steps": pd.DataFrame(watch.steps),
-            # The gradients of the first step are those of all optimizers.
-            **({"gradients": pd.DataFrame(watch.gradients)} if optimizer == "sgd" else {}),
-        }
         for name, frame in frames.items():
             tables[name].append(frame.assign(**keys)[[*keys, *frame.columns]])
-        say(f"[{index + 1}/{len(arms)}] {optimizer}, s = {s}: {time.perf_counter() - started:.0f} s")
+        took = "finished before" if reused else f"{time.perf_counter() - started:.0f} s"
+        say(f"[{index + 1}/{len(arms)}] {optimizer}, s = {s}: {took}")
     tables = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     layers = tables["layers"]
     layers.insert(5, "depth", layers["layer"].str.extract(r"layers\.(\d+)\.", expand=False).astype(int))
     layers.insert(6, "projection", layers["layer"].str.extract(r"(\w+)\.weight$", expand=False))
     return Updates(**tables, magnitudes=magnitudes)
+
+
+def _fingerprint(settings: Settings, batch: Batch) -> str:
+    """Of all that an arm's numbers follow from, the code included."""
+    sampled = (
+        batch.prompts,
+        batch.rollouts.completion_ids,
+        [list(map(float, row)) for row in batch.rollouts.logps],
+    )
+    known = (asdict(settings), sampled, provenance()["git_commit"])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def _arm_tables(
+    settings: Settings, batch: Batch, optimizer: str, s: float, roles: dict[str, str]
+) -> dict[str, pd.DataFrame]:
+    """The tables of `Updates` for one arm."""
+    watch, reward = _train_arm(settings, batch, optimizer, s, roles)
+    tables = {
+        "layers": pd.concat(watch.layers),
+        "norms": pd.DataFrame(watch.norms),
+        "steps": pd.DataFrame(watch.steps).assign(reward=reward),
+    }
+    if optimizer == "sgd":  # the gradients of the first step are those of all optimizers
+        tables["gradients"] = pd.DataFrame(watch.gradients)
+    return tables
 
 
 def _train_arm(
