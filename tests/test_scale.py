@@ -149,7 +149,7 @@ def test_memory_of_dapo_hand_worked():
 
 
 def test_engines_grow_with_the_model():
-    """32B: 65.5 GB of BF16 need two GPUs, as in the paper's Fig. 8; codes, embedding and lm_head take 17.2 GB of each."""
+    """32B: 65.5 GB of BF16 need two GPUs (as in Fig. 8); codes, embedding and lm_head take 17.2 GB of each."""
     assert [tensor_parallel(MODEL_SHAPES[name], 0.9) for name in ("7B", "14B", "32B")] == [1, 1, 2]
     assert tensor_parallel(MODEL_SHAPES["32B"], 0.3) == 8
     work = Workload(MODEL_SHAPES["32B"], 8192, 16, 8192, 10_240, 1, False, 0.3, 1)
