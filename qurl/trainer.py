@@ -75,7 +75,7 @@ _UAQ_OPTIMIZERS = {
 _BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
 # accelerate names the device of several processes on a CPU "cpu:0", to which torch alone loads no checkpoint.
 torch.serialization.register_package(
-    20, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+    9, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
 )
 
 
