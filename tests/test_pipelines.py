@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import papermill
 import pytest
 
 from qurl import notebook
 from qurl.benchmark import PRESETS, QuickstartConfig, SpeedupConfig
-from qurl.experiments import TrainConfig
-from qurl.experiments.figures import FigureConfig
+from qurl.experiments import RunSpec, TrainConfig
+from qurl.experiments.figures import FigureConfig, record
 from qurl.experiments.matrix import FIGURES
+from qurl.experiments.results import Results
 from qurl.experiments.weight_update import WeightUpdateConfig
 from qurl.exploration import codes, gradients, training, uaq_step
 
@@ -265,6 +267,36 @@ def test_stored_errors_do_not_matter(tmp_path):
     for arguments in ([], ["--prepare-only"]):
         done = run_papermill(source, tmp_path / "out.ipynb", "-l", "python", *arguments)
         assert done.returncode == 0, done.stderr
+
+
+def test_record_of_a_figure():
+    """Claims are judged on the runs of their own experiment, under the same seed."""
+    runs = [
+        {
+            "experiment": experiment,
+            "arm": arm,
+            "seed": seed,
+            "after": after + seed,
+            "reward_last": 0.01 * after,
+        }
+        for experiment, arm, after in (
+            ("gsm8k", "bf16", 60),
+            ("gsm8k", "int8-naive", 50),
+            ("dapo", "bf16", 0),
+        )
+        for seed in (0, 1, 2)
+    ]
+    missing = [RunSpec(experiment="gsm8k", preset="cpu", objective="tis")]
+    config = FigureConfig(preset="cpu", seeds=3, run_missing=False, runs_dir="", output_dir="")
+    told = record("tab_gsm8k", config, Results(pd.DataFrame(runs), pd.DataFrame(), missing), start=26.6)
+    assert told["preset"] == "cpu" and told["seeds"] == 3 and told["git_commit"]
+    assert list(told)[-4:] == ["claims", "start", "runs", "missing"] and told["start"] == 26.6
+    assert told["runs"] == runs and told["missing"] == [missing[0].name]
+    verdicts = {claim["claim"]: claim for claim in told["claims"]}
+    assert len(verdicts) == 7
+    naive = verdicts["INT8, naive: below BF16"]
+    assert (naive["verdict"], naive["difference"], naive["seeds"]) == ("reproduced", 10, 3)
+    assert verdicts["INT8: TIS is better than naive"]["reason"] == "no finished run of int8-tis"
 
 
 # Whole runs --------------------------------------------------------------------------------------------------------

@@ -222,6 +222,18 @@ def test_curves_draw_means_over_seeds_and_their_range():
     assert kl.get_yscale() == "log"
 
 
+def test_arms_with_different_numbers_of_seeds_say_so():
+    arms = {"INT8, ACR": (0, 1, 2), "BF16": (5,)}
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "reward": 0.5, "mismatch/kl_k3": 0.1}
+        for arm, seeds in arms.items()
+        for seed in seeds
+        for step in (1, 2)
+    ]
+    (legend,) = plots.curves(pd.DataFrame(rows)).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["INT8, ACR (3 seeds)", "BF16 (1 seed)"]
+
+
 def test_windows_average_all_but_the_largest_weight():
     steps = pd.RangeIndex(1, 11, name="step")
     metrics = pd.DataFrame({"reward": range(10), "mismatch/w_max": range(10)}, index=steps)
