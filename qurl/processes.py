@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch.distributed import TCPStore
@@ -80,3 +81,17 @@ def one_voice() -> Iterator[None]:
         if not is_first_to_fail():
             raise SystemExit(1) from None
         raise
+
+
+def load_to_numbered_cpus() -> None:
+    """Let `torch.load` restore to "cpu:0", as accelerate names the device of several processes on a CPU.
+
+    transformers loads optimizer states to that device, and torch knows it as "cpu" alone.
+    """
+    try:
+        torch.serialization.default_restore_location(torch.UntypedStorage(1), "cpu:0")
+    except RuntimeError:
+        # Before torch's own ten and more, each of which is asked in turn.
+        torch.serialization.register_package(
+            9, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+        )

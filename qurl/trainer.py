@@ -55,6 +55,7 @@ from qurl.diagnostics import k3, mismatch_stats
 from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
 from qurl.models import resolve_model
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
+from qurl.processes import load_to_numbered_cpus
 from qurl.rollout.generation import QuantizedVLLMGeneration
 from qurl.uaq import apply_uaq, uaq_parameter_groups, uaq_scale
 from qurl.update_noise import snapshot, update_to_noise
@@ -73,10 +74,6 @@ _UAQ_OPTIMIZERS = {
     OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
 }
 _BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
-# accelerate names the device of several processes on a CPU "cpu:0", to which torch alone loads no checkpoint.
-torch.serialization.register_package(
-    9, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
-)
 
 
 class QuRLTrainer(GRPOTrainer):
@@ -654,6 +651,7 @@ class QuRLTrainer(GRPOTrainer):
                 f"checkpoint {str(folder)!r} was made by {made} processes and not by {ours}: resume with as many, or "
                 "start a new run with it as the model."
             )
+        load_to_numbered_cpus()
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
         for name, ours in (("rollout_dtype", self.args.rollout_dtype), ("windows", self._windows)):
             if state[name] != ours:
