@@ -13,6 +13,7 @@ from pathlib import Path
 import qurl
 from qurl.arguments import split_numbers
 from qurl.evaluation_command import add_eval_command
+from qurl.serve_command import add_serve_command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     add_eval_command(commands)
+    add_serve_command(commands)
 
     reproduce = commands.add_parser(
         "reproduce", help="every run, figure and table of the paper, at a preset's size"

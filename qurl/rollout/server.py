@@ -243,6 +243,7 @@ class RolloutServer:
             "dtype": self.dtype,
             "code_bits": self.code_bits,
             "transfer": self.transfer,
+            "processes": options["tensor-parallel-size"] * options["data-parallel-size"],
             "hardware": hardware_name(),
         }
         extra = {"qurl_kernels": True, "qurl_server": known | {"handover": str(self.handover)}}
@@ -261,12 +262,18 @@ class RolloutServer:
         words += ["--disable-log-stats", "--disable-uvicorn-access-log"]
         words += ["--weight-transfer-config", '{"backend": "nccl"}'] if self.transfer == "nccl" else []
         words += [] if on_gpu else ["--enforce-eager"]
+        # A trainer speaks in token ids; whoever wants to ask in words needs the tokenizer beside the weights.
+        words += [] if any(exported.glob("tokenizer*")) else ["--skip-tokenizer-init"]
         start = time.monotonic()
         with open(self.log_path, "a") as log:
             self._process = subprocess.Popen(
                 # The `vllm` command looks for a package of that name, which its CPU build is not.
                 [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *words],
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                env={
+                    **_cores_of(0 if on_gpu else known["processes"]),
+                    **os.environ,
+                    "VLLM_SERVER_DEV_MODE": "1",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -291,6 +298,15 @@ class RolloutServer:
             f"the vLLM server ended with status {self._process.returncode} before it was ready. The end of "
             f"{self.log_path}:\n{last_lines(self.log_path)}"
         )
+
+
+def _cores_of(processes: int) -> dict[str, str]:
+    """Share this machine's cores among several processes of a server: vLLM does so for NUMA nodes alone."""
+    if processes < 2:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::processes] or [cores[rank % len(cores)]] for rank in range(processes)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
 
 
 def _end_with_parent() -> None:

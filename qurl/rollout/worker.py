@@ -168,7 +168,6 @@ class RolloutWorker:
             "compute_dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "weights": self.qurl_weights,
-            "processes": config.parallel_config.world_size_across_dp,
             "versions": {"qurl": importlib.metadata.version("qurl"), "vllm": vllm.__version__},
             **config.additional_config["qurl_server"],
             **self.qurl_kernel(),
