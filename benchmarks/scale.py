@@ -130,13 +130,11 @@ def main() -> None:
     command_line = parser(__doc__)
     command_line.add_argument("--repeats", type=int, default=3, help="of each measurement")
     command_line.add_argument("--seed", type=int, default=0, help="of weights and tokens")
-    command_line.add_argument(
-        "--read", type=Path, help="draw from this file of an earlier run, measure nothing"
-    )
-    command_line.add_argument("--figure", type=Path, help="where .svg and .png go, without the ending")
+    command_line.add_argument("--read", help="draw from this file of an earlier run, measure nothing")
+    command_line.add_argument("--figure", help="where .svg and .png go, without the ending")
     options = command_line.parse_args()
     if options.read:
-        rows = json.loads(options.read.read_text())["rows"]
+        rows = json.loads(Path(options.read).read_text())["rows"]
     else:
         rows = []
         for size in SIZES:
@@ -148,9 +146,9 @@ def main() -> None:
     print(table.pivot(index=["by", "x"], columns=["part", "dtype"], values="seconds").round(2).to_string())
     if options.figure:
         figure = scale_figure(measured, table, f"{COMPLETIONS} completions, 2 cores of an AMD EPYC (Zen 5)")
-        options.figure.parent.mkdir(parents=True, exist_ok=True)
+        Path(options.figure).parent.mkdir(parents=True, exist_ok=True)
         for ending in ("svg", "png"):
-            figure.savefig(options.figure.with_suffix(f".{ending}"), dpi=110)
+            figure.savefig(f"{options.figure}.{ending}", dpi=110)
 
 
 if __name__ == "__main__":
