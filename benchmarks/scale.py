@@ -5,7 +5,7 @@
 
 Measured are randomly initialized Qwen2 models of 10 to 290 million parameters: a sync of the FP32 policy into INT8 and
 BF16 engines, decoding, and the forward and backward pass of one training step in FP32 (no optimizer, no checkpointing),
-each for 16 completions; once by model size (64 tokens), once by length (33 million parameters). Medians of
+each for 16 completions; once by model size (32 tokens), once by length (33 million parameters). Medians of
 ``--repeats`` after one that warms up. Computed is DAPO's rollout batch on two nodes (`qurl.experiments.scale`).
 """
 
@@ -28,8 +28,8 @@ from qurl.plots.scale import scale_figure
 from qurl.rollout import RolloutEngine
 from qurl.roofline import MODEL_SHAPES
 
-COMPLETIONS, PROMPT, TOKENS, VOCABULARY = 16, 8, 64, 8192
-LENGTHS = (64, 256, 1024)
+COMPLETIONS, PROMPT, TOKENS, VOCABULARY = 16, 8, 32, 8192
+LENGTHS = (32, 128, 512)
 # hidden size, MLP, layers, heads, KV heads; head width 64.
 SIZES = ((256, 768, 8, 4, 2), (512, 1536, 8, 8, 4), (768, 2304, 12, 12, 4), (1024, 4096, 18, 16, 4))
 BY_LENGTH = SIZES[1]
@@ -128,7 +128,7 @@ def computed() -> pd.DataFrame:
 
 def main() -> None:
     command_line = parser(__doc__)
-    command_line.add_argument("--repeats", type=int, default=3, help="of each measurement")
+    command_line.add_argument("--repeats", type=int, default=2, help="of each measurement")
     command_line.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     command_line.add_argument("--read", help="draw from this file of an earlier run, measure nothing")
     command_line.add_argument("--figure", help="where .svg and .png go, without the ending")
