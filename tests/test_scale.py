@@ -355,3 +355,64 @@ def test_dry_run_prints_plans_that_a_shell_reads(tmp_path):
         assert launch.config_file(store.root, experiment).read_text() == launch.config_text(experiment)
     assert sum("qurl serve" in line for line in lines) == len(EXPERIMENTS)
     assert sum("--vllm_mode server" in line for line in lines) == len(EXPERIMENTS)
+
+
+# Page and figure -------------------------------------------------------------------------------------------------
+
+
+def test_page_shows_what_is_computed(root):
+    """Tables of docs/scale.md against the functions that they come from."""
+    text = (root / "docs" / "scale.md").read_text()
+    tables = [launch.plan_table(RunSpec(experiment=name, preset="paper")) for name in ("dapo", "deepscaler")]
+
+    def cells(row: str) -> list[float]:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row}"))
+        return [float(cell.strip(" *").replace(",", "")) for cell in line.split("|")[3:-1]]
+
+    def expected(*parts: tuple[str, str]) -> list[float]:
+        return [value for table in tables for value in sum(table.loc[part] for part in parts)]
+
+    for row, parts in {
+        "left for activations": [("left for activations", "GiB")],
+        "engine: weights": [("engine: weights", "GiB")],
+        "engine: keys and values": [("engine: keys and values", "GiB")],
+        "sequences of full length": [("engine: of full length", "sequences")],
+        "prefill and decode": [("prefill", "s"), ("decode", "s")],
+        "log-probs and training": [("log-probs", "s"), ("training", "s")],
+        "weight update": [("weight update", "s")],
+        "**a rollout batch**": [("a rollout batch", "s")],
+    }.items():
+        unit = 1 if max(expected(*parts)) >= 100 else 0.1 if max(expected(*parts)) > 1 else 0.01
+        assert cells(row) == pytest.approx(expected(*parts), abs=0.51 * unit), row
+    for name in ("1.5B", "7B", "32B"):
+        model = model_on_meta(MODEL_SHAPES[name])
+        size, bf16 = update_size(model, "int8"), update_size(model, "bf16")
+        numbers = [size.codes / 1e9, size.scales / 1e6, size.rest / 1e9, size.bytes / 1e9, bf16.bytes / 1e9]
+        shown = [f"{number:.2f}" if place != 1 else f"{number:.1f}" for place, number in enumerate(numbers)]
+        assert f"| {name} | {size.projections}, {size.others} | " + " | ".join(shown) in text
+
+
+def test_figure_has_a_line_for_each_part_and_dtype():
+    import pandas as pd
+
+    from qurl.plots.scale import scale_figure
+
+    parts = [("decode", "bf16"), ("decode", "int8"), ("sync", "bf16"), ("sync", "int8"), ("training", "fp32")]
+    measured = pd.DataFrame(
+        {"parameters": parameters, "length": length, "part": part, "dtype": dtype, "seconds": length / 10}
+        for parameters, length in ((10e6, 32), (30e6, 32), (30e6, 128), (90e6, 32))
+        for part, dtype in parts
+    )
+    computed = pd.DataFrame(
+        {"by": by, "x": x, "part": part, "dtype": dtype, "seconds": x}
+        for by in ("parameters", "length", "gpus")
+        for x in (8, 16)
+        for part, dtype in parts
+    )
+    figure = scale_figure(measured, computed, "16 completions, somewhere")
+    by_size, by_length, _, *rest = figure.axes
+    assert [len(axis.lines) for axis in (by_size, by_length, *rest)] == [5] * 5
+    assert by_size.lines[0].get_xdata().tolist() == [10e6, 30e6, 90e6]
+    assert by_length.lines[0].get_xdata().tolist() == [32, 128]
+    assert "Measured: 32 tokens" in by_size.get_title()
+    assert all(axis.get_xlabel() and axis.get_yscale() == "log" for axis in (by_size, by_length, *rest))
