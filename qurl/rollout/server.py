@@ -29,16 +29,15 @@ from qurl import arguments
 from qurl.models import resolve_model
 from qurl.quantization import FORMATS, export_checkpoint, get_format
 from qurl.rollout.client import RolloutClient
-from qurl.rollout.engine import (
-    DTYPES,
-    FULL_PRECISION,
-    RolloutError,
+from qurl.rollout.engine import DTYPES, FULL_PRECISION, RolloutError
+from qurl.rollout.log import last_lines, new_log_path
+from qurl.rollout.preflight import (
     check_architecture,
+    check_heads,
     hardware_name,
     kv_cache_bytes,
     require_vllm,
 )
-from qurl.rollout.log import last_lines, new_log_path
 from qurl.rollout.sync import checkpoint_bytes
 
 logger = logging.getLogger(__name__)
@@ -148,12 +147,7 @@ class RolloutServer:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds what {str(model)!r} was trained for: use at most {limit}."
             )
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        if config["num_attention_heads"] % tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size} does not divide the {config['num_attention_heads']} "
-                f"attention heads ({heads} of keys and values) of {str(model)!r}: use a divisor."
-            )
+        check_heads(config, tensor_parallel_size, str(model))
         self.host, self.port = host, _free_port(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self.log_path = new_log_path()
@@ -195,12 +189,12 @@ class RolloutServer:
     def close(self) -> None:
         """Stop the server and all its processes, and remove its files. Safe to repeat."""
         if self._process is not None and self._process.poll() is None:
-            family = [self._process, *_children(self._process.pid)]
+            family = [psutil.Process(self._process.pid), *_children(self._process.pid)]
             self._process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-            for process in family:  # what is left of it
-                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            # Each frees its shared memory when it ends in order.
+            _, left = psutil.wait_procs(family, timeout=_STOP_SECONDS)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
         self._folder.close()
@@ -264,6 +258,7 @@ class RolloutServer:
         words += [] if on_gpu else ["--enforce-eager"]
         # A trainer speaks in token ids; whoever wants to ask in words needs the tokenizer beside the weights.
         words += [] if any(exported.glob("tokenizer*")) else ["--skip-tokenizer-init"]
+        logger.info("Starting vLLM with %s in %s: about a minute on a CPU ...", self.model, self.dtype)
         start = time.monotonic()
         with open(self.log_path, "a") as log:
             self._process = subprocess.Popen(

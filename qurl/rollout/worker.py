@@ -263,6 +263,10 @@ class RolloutWorker:
         for name, (codes, scale) in sent.items():
             layer, rows = self._qurl_find(name)
             live_codes, live_scale = codes_and_scale(layer)
+            codes, scale = (
+                self._qurl_part(name, layer, codes),
+                self._qurl_part(name, layer, scale, is_scale=True),
+            )
             same_codes = torch.equal(_bits(live_codes[rows]).cpu(), _bits(codes).cpu())
             if not (same_codes and torch.equal(live_scale[rows].float().cpu(), scale.float().cpu())):
                 wrong.append(name)
@@ -293,6 +297,18 @@ class RolloutWorker:
                 start = sum(widths[:index])
                 return layer, slice(start, start + widths[index])
         return model.get_submodule(module_name), slice(None)
+
+    def _qurl_part(self, name: str, layer, tensor: torch.Tensor, is_scale: bool = False) -> torch.Tensor:
+        """This process's part of a projection's codes or scale, where a tensor-parallel group shares the layer."""
+        from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+
+        size, rank = layer.tp_size, layer.tp_rank
+        if isinstance(layer, RowParallelLinear):
+            return tensor if is_scale else tensor.chunk(size, dim=1)[rank]
+        if isinstance(layer, QKVParallelLinear) and not name.endswith("q_proj.weight"):
+            # Fewer heads of keys and values than processes: neighbours hold the same one.
+            size, rank = size // layer.num_kv_head_replicas, rank // layer.num_kv_head_replicas
+        return tensor.chunk(size, dim=0)[rank]
 
 
 def _bits(codes: torch.Tensor) -> torch.Tensor:
