@@ -641,15 +641,10 @@ class QuRLTrainer(GRPOTrainer):
             )
         path = folder / _ROLLOUT_STATE.format(self.accelerator.process_index)
         made, ours = len(list(folder.glob(_ROLLOUT_STATE.format("*")))), self.accelerator.num_processes
-        if not made:
-            raise ValueError(
-                f"checkpoint {str(folder)!r} lacks {path.name}, so it is of another trainer: start a new run with it "
-                "as the model."
-            )
         if made != ours:
             raise ValueError(
-                f"checkpoint {str(folder)!r} was made by {made} processes and not by {ours}: resume with as many, or "
-                "start a new run with it as the model."
+                f"checkpoint {str(folder)!r} holds the rollouts of {made} processes and not of {ours}: resume with as "
+                "many, or start a new run with it as the model."
             )
         load_to_numbered_cpus()
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
