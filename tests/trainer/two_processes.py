@@ -153,7 +153,7 @@ def train_on_the_same_tokens(policy: str, output: Path, batch_size: int, **optio
         "prompts": trainer.vllm_generation.prompts,
         "gradients": torch.stack(gradients.steps),
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
-        "metrics": history(trainer).to_dict("list"),
+        "metrics": history(trainer).reset_index().to_dict("list"),
     }
 
 

@@ -1,0 +1,167 @@
+"""`qurl train` in two processes with real engines, as launchers start it: one folder, one voice, resumed after a kill.
+
+`tests/trainer/test_two_processes.py` compares two processes with one on the same tokens.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from qurl.training import alone
+
+pytest.importorskip("vllm")
+
+# --standalone picks a free port; --master_port=0 would be taken literally, and waited for.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TRAIN = ["-m", "qurl.cli", "train"]
+SMALL = ["--max_steps", "4", "--per_device_train_batch_size", "16", "--task_options", '{"n": 256}']
+
+
+def launch(*arguments, launcher=TORCHRUN, timeout=240) -> subprocess.CompletedProcess:
+    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+def launched_by_accelerate(*options):
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--num_processes", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run in two processes that report what they hold after each sync, and what it printed."""
+    folder = tmp_path_factory.mktemp("distributed")
+    command = [
+        str(Path(__file__).with_name("observed_training.py")),
+        "--output_dir",
+        str(folder / "run"),
+        *SMALL,
+    ]
+    done = launch(*command, "--eval_options", '{"n": 15}', "--eval_k", "4", "--save_steps", "2")
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder / "run", done.stdout
+
+
+def test_both_engines_hold_the_codes_of_the_policy_after_each_sync(finished):
+    folder, _ = finished
+    ranks = [json.loads((folder.parent / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]) == 4  # of BF16 evaluations before and after, and of two generation batches
+    quantized = [sync for sync in ranks[0] if sync["dtype"] == "int8"]
+    assert len(quantized) == 2 and quantized[0]["engine"] != quantized[1]["engine"]
+    for sync in quantized:
+        assert sync["projections"] == 28  # seven in each of four layers
+        assert sync["engine"] == sync["policy"]
+
+
+def test_the_folder_is_written_once_and_complete(finished):
+    folder, output = finished
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "README.md", "config.yaml", "metrics.csv", "result.json", "policy", "checkpoint-4", "samples-before",
+        "samples-after",
+    }  # fmt: skip
+    assert yaml.safe_load((folder / "config.yaml").read_text())["processes"] == 2
+    assert pd.read_csv(folder / "metrics.csv")["step"].tolist() == [1, 2, 3, 4]
+    assert output.count("of held-out samples") == 3  # before, after, gain
+    result = json.loads((folder / "result.json").read_text())
+    assert result["accuracy"]["problems"] == 15
+    for name in ("samples-before", "samples-after"):
+        samples = pd.read_parquet(folder / name / "samples.parquet")
+        assert len(samples) == 60 and not samples.duplicated(["id", "sample"]).any()
+
+
+def test_a_finished_run_is_read_behind_accelerates_launcher_too(finished):
+    folder, _ = finished
+    options = ["--output_dir", str(folder), *SMALL, "--eval_options", '{"n": 15}', "--eval_k", "4"]
+    done = launch(*TRAIN, *options, "--save_steps", "2", launcher=launched_by_accelerate("--multi_gpu"))
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("4 steps in") == 1
+    assert done.stderr.count("is finished: it is read and not repeated.") == 1
+
+
+def test_what_is_wrong_is_said_once(finished, tmp_path):
+    """In the parser, in the configuration, in a folder's files, in its lock; each ends both processes."""
+    folder, _ = finished
+    with alone(tmp_path / "held"):
+        for options, sentence in (
+            (["--learning_rate", "fast"], "argument --learning_rate"),
+            (["--objective", "ppo"], "objective='ppo' is not possible"),
+            (["--output_dir", str(folder)], "holds a run with eval_k=4, not 1"),
+            (["--output_dir", str(tmp_path / "held")], "is being trained by another process"),
+        ):
+            done = launch(*TRAIN, *SMALL, *options)
+            assert done.returncode == 1
+            assert [line.startswith("qurl") for line in done.stderr.splitlines() if sentence in line] == [
+                True
+            ]
+            assert done.stderr.count("Traceback") == 1  # torch's launcher reports that its children failed
+    assert not (tmp_path / "held" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sentence"),
+    [
+        (launched_by_accelerate("--cpu"), "accelerate launch --cpu has started one process"),
+        ([*TORCHRUN], "use_cpu=False lets each of the 2 processes train by itself"),
+    ],
+)
+def test_processes_that_do_not_find_each_other_are_refused(tmp_path, launcher, sentence):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("of machines without a GPU")
+    done = launch(*TRAIN, "--output_dir", str(tmp_path / "run"), "--use_cpu", "False", launcher=launcher)
+    assert done.returncode == 1 and done.stderr.count(sentence) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_process_that_fails_ends_both(tmp_path):
+    """The other waits in a collective, and is neither left there nor heard."""
+    script = str(Path(__file__).with_name("observed_training.py"))
+    begin = time.monotonic()
+    done = launch(
+        script, "--output_dir", str(tmp_path / "run"), *SMALL, "--eval_k", "0", "--run_name", "fails"
+    )
+    assert done.returncode == 1 and time.monotonic() - begin < 120
+    assert done.stderr.count("qurl train: the engine of process 1 is gone.") == 1
+    assert "Connection closed" not in done.stderr
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_two_processes_resumes(tmp_path):
+    options = [
+        "--max_steps",
+        "40",
+        "--save_steps",
+        "5",
+        "--eval_k",
+        "0",
+        "--per_device_train_batch_size",
+        "16",
+    ]
+    command = [*TORCHRUN, *TRAIN, "--output_dir", str(tmp_path / "run"), *options]
+    first = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    alone_again = launch(*TRAIN, "--output_dir", str(tmp_path / "run"), *options, launcher=[sys.executable])
+    assert alone_again.returncode == 2 and "holds a run with processes=2, not 1" in alone_again.stderr
+    second = launch(*TRAIN, "--output_dir", str(tmp_path / "run"), *options)
+    assert second.returncode == 0, second.stderr[-5000:]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["resumed"] and result["steps"] == 40
+    assert pd.read_csv(tmp_path / "run" / "metrics.csv")["step"].tolist() == list(range(1, 41))
