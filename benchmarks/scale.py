@@ -5,7 +5,7 @@
 
 Measured are randomly initialized Qwen2 models of 10 to 290 million parameters: a sync of the FP32 policy into INT8 and
 BF16 engines, decoding, and the forward and backward pass of one training step in FP32 (no optimizer, no checkpointing),
-each for 16 completions; once by model size (32 tokens), once by length (33 million parameters). Medians of
+each for 16 completions; once by model size (32 tokens), once by length (34 million parameters). Medians of
 ``--repeats`` after one that warms up. Computed is DAPO's rollout batch on two nodes (`qurl.experiments.scale`).
 """
 
@@ -145,7 +145,11 @@ def main() -> None:
     table = computed()
     print(table.pivot(index=["by", "x"], columns=["part", "dtype"], values="seconds").round(2).to_string())
     if options.figure:
-        figure = scale_figure(measured, table, f"{COMPLETIONS} completions, 2 cores of an AMD EPYC (Zen 5)")
+        figure = scale_figure(
+            measured,
+            table,
+            f"{COMPLETIONS} completions, 2 cores of an AMD EPYC (Zen 5) shared with other jobs",
+        )
         Path(options.figure).parent.mkdir(parents=True, exist_ok=True)
         for ending in ("svg", "png"):
             figure.savefig(f"{options.figure}.{ending}", dpi=110)
