@@ -404,11 +404,22 @@ class QuRLConfig(GRPOConfig):
                 "mismatch_action='full_precision' is not possible with vllm_mode='server', whose format is fixed: use "
                 "'warn' or 'stop'."
             )
-        if self.vllm_tensor_parallel_size != 1:
+        size = arguments.whole_number("vllm_tensor_parallel_size", self.vllm_tensor_parallel_size, 1)
+        for name, value, off in (
+            ("vllm_tensor_parallel_size", size, 1),
+            ("vllm_enable_sleep_mode", self.vllm_enable_sleep_mode, False),
+        ):
+            if self.vllm_mode == "server" and value != off:
+                raise ValueError(
+                    f"{name}={value} is not possible with vllm_mode='server': the server is told by qurl serve."
+                )
+        if size > 1 and self.attribute_mismatch_every:
             raise ValueError(
-                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} is not possible yet: use 1, one engine "
-                "per training process."
+                f"attribute_mismatch_every={self.attribute_mismatch_every} is not possible with "
+                f"vllm_tensor_parallel_size={size}, whose processes score other sequences each: use 0, or 1 process."
             )
+        if self.vllm_enable_sleep_mode and not torch.cuda.is_available():
+            raise ValueError("vllm_enable_sleep_mode=True needs a GPU, whose memory it frees: leave it out.")
         if self.vllm_max_model_length is not None:
             least = self.max_completion_length + 1
             arguments.whole_number("vllm_max_model_length", self.vllm_max_model_length, least)
@@ -416,9 +427,10 @@ class QuRLConfig(GRPOConfig):
             raise ValueError(
                 "fp16=True is not supported, since the engine computes in BF16: use bf16=True, or bf16=False for FP32."
             )
-        for name in ("vllm_enable_sleep_mode", "use_transformers_continuous_batching"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not possible with quantized rollouts yet: leave it out.")
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True is not possible, since vLLM samples: leave it out."
+            )
 
 
 def _is_finite(value: Any) -> bool:

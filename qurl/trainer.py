@@ -73,6 +73,11 @@ _UAQ_OPTIMIZERS = {
     OptimizerNames.ADAMW_TORCH: "adamw",
     OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
 }
+# Of TRL's config, which calls them vllm_….
+_ENGINE_OPTIONS = (
+    *("mode", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
+    *("tensor_parallel_size", "enable_sleep_mode", "gpu_memory_utilization"),
+)
 _BITS = {"fp8": 8, "bf16": 16, "fp32": 32}
 
 
@@ -175,6 +180,7 @@ class QuRLTrainer(GRPOTrainer):
 
     def _build_generation(self) -> QuantizedVLLMGeneration:
         args = self.args
+        rows = args.per_device_train_batch_size * args.steps_per_generation
         computes_in_bf16 = args.bf16 or next(self.model.parameters()).dtype == torch.bfloat16
         return QuantizedVLLMGeneration(
             dtype=args.rollout_dtype,
@@ -188,17 +194,11 @@ class QuRLTrainer(GRPOTrainer):
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,
-            mode=args.vllm_mode,
-            server_base_url=args.vllm_server_base_url,
-            server_host=args.vllm_server_host,
-            server_port=args.vllm_server_port,
-            server_timeout=args.vllm_server_timeout,
-            group_port=args.vllm_group_port,
             transfer=args.rollout_transfer,
             call_timeout=args.rollout_timeout,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
             max_model_length=args.vllm_max_model_length,
-            max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
+            max_num_seqs=rows * args.vllm_tensor_parallel_size,
             temperature=self.temperature,
             max_completion_length=self.max_completion_length,
             logprobs=0,

@@ -13,6 +13,7 @@ Source: QuRL (arXiv 2602.13953): the behaviour policy Q(θ_old), quantized anew 
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import importlib.metadata
 import json
@@ -96,6 +97,20 @@ class Rollouts:
     seconds: float
     prompt_tokens: int
     completion_tokens: int
+
+    def part(self, first: int, end: int) -> "Rollouts":
+        """Those from ``first`` up to ``end``: of one process where several have sampled together.
+
+        ``seconds`` are those of all, ``prompt_tokens`` too.
+        """
+        ids = self.completion_ids[first:end]
+        return dataclasses.replace(
+            self,
+            completion_ids=ids,
+            logps=self.logps[first:end],
+            finish_reasons=self.finish_reasons[first:end],
+            completion_tokens=sum(map(len, ids)),
+        )
 
 
 class RolloutEngine:

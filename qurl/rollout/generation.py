@@ -139,8 +139,27 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         config.eos_token_id = self.stop_token_ids
         config.save_pretrained(self.folder)
         GenerationConfig(eos_token_id=self.stop_token_ids).save_pretrained(self.folder)
+        self._group = self._group_of_processes()
         self._engine(self.dtype)
         self.accelerator.wait_for_everyone()
+
+    def _group_of_processes(self) -> "torch.distributed.ProcessGroup | None":
+        """Neighbours that share an engine, as TRL forms them; None where each has its own."""
+        size, processes = self.tensor_parallel_size, self.accelerator.num_processes
+        if size == 1:
+            return None
+        if processes % size:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={size} does not divide the {processes} processes of the training: use a "
+                "divisor, or start more with accelerate launch --num_processes."
+            )
+        ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
+        return torch.distributed.new_subgroups_by_enumeration(ranks)[0]
+
+    @property
+    def _engine_index(self) -> int:
+        """Of this process's engine: processes that share one draw the same random numbers."""
+        return self.accelerator.process_index // self.tensor_parallel_size
 
     def _engine(self, dtype: str) -> "CountingEngine | ServedEngine":
         """The engine of a number format, started when it is first needed."""
@@ -165,8 +184,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 code_bits=self.code_bits if dtype == "int8" else 8,
                 max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
-                seed=self.seed + self.accelerator.process_index,
+                seed=self.seed + self._engine_index,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                tensor_parallel_size=self.tensor_parallel_size,
+                enable_sleep_mode=self.enable_sleep_mode,
                 track_codes=True,
                 load_weights=False,
             )
@@ -183,7 +204,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             samples what the uninterrupted one would have (on a CPU; on a GPU vLLM draws from the process's generator).
         """
         self.dtype = self.train_dtype if training else self.eval_dtype
-        sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index, not training, *stream])
+        sequence = np.random.SeedSequence([self.seed, self._engine_index, not training, *stream])
         self._engine(self.dtype).reseed(int(sequence.generate_state(1)[0]))
 
     def use_full_precision(self) -> None:
@@ -249,6 +270,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """From the engine that holds the policy; what a server has sampled with other weights is thrown away."""
         engine = self._engine(self.dtype)
         sampling = {"max_tokens": self.max_completion_length, "temperature": self.temperature}
+        if self._group is not None:
+            return self._sample_together(engine, prompts, sampling)
         try:
             return engine.sample(prompts, **sampling)
         except ServerLostError as error:
@@ -256,6 +279,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             engine.reconnect()
             self.last_sync = self._sync(self.dtype)
             return engine.sample(prompts, **sampling)
+
+    def _sample_together(self, engine: CountingEngine, prompts: list[list[int]], sampling: dict) -> Rollouts:
+        """Processes that share an engine all sample for all of them; each takes its own."""
+        every: list = [None] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(every, prompts, group=self._group)
+        rollouts = engine.sample([ids for part in every for ids in part], **sampling)
+        first = sum(map(len, every[: torch.distributed.get_rank(self._group)]))
+        return rollouts.part(first, first + len(prompts))
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Replaces TRL's method: same arguments and return value, without images.
@@ -282,6 +313,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.last_sync = self._sync(self.dtype)
         with profiler or nullcontext():
             rollouts = self._sample(prompts)
+        if self.enable_sleep_mode:
+            self._engine(self.dtype).sleep()
         self.last_rollouts = rollouts
         logps = [[[logp] for logp in sequence] for sequence in rollouts.logps]
         ids = [[[token] for token in sequence] for sequence in rollouts.completion_ids]

@@ -228,16 +228,7 @@ class ServedEngine:
             self._require_weights()
             return rollouts
 
-        all_rollouts = self._on_main(ask)
-        mine = slice(first, first + len(prompts))
-        return Rollouts(
-            completion_ids=all_rollouts.completion_ids[mine],
-            logps=all_rollouts.logps[mine],
-            finish_reasons=all_rollouts.finish_reasons[mine],
-            seconds=all_rollouts.seconds,
-            prompt_tokens=sum(map(len, prompts)),
-            completion_tokens=sum(map(len, all_rollouts.completion_ids[mine])),
-        )
+        return self._on_main(ask).part(first, first + len(prompts))
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers with the next call of `sample`.
