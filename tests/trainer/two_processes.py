@@ -247,6 +247,7 @@ def process_under_fsdp() -> SimpleNamespace:
 
     return SimpleNamespace(
         process_index=state.get_rank(),
+        num_processes=state.get_world_size(),
         device=torch.device("cpu"),
         wait_for_everyone=state.barrier,
         reduce=reduce,
