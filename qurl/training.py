@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
@@ -273,16 +272,12 @@ def train(
 
 
 def _require_all_processes(config: QuRLConfig) -> None:
-    """Launchers start processes that do not find each other, or fewer than they were asked for, without a word."""
-    if config.world_size > 1:
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"use_cpu={config.use_cpu} lets each of the {os.environ['WORLD_SIZE']} processes train by itself on a "
-            "machine without a GPU: add --use_cpu true."
-        )
-    # What accelerate's launcher sets where several processes are asked for, and MPI does not start them.
-    if os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_PORT" in os.environ:
+    """Refuse to go on alone where accelerate's launcher was asked for several processes, which MPI alone would start."""
+    if (
+        config.world_size == 1
+        and os.environ.get("ACCELERATE_USE_CPU") == "True"
+        and "MASTER_PORT" in os.environ
+    ):
         raise ValueError(
             "accelerate launch --cpu has started one process, whatever --num_processes says, since it takes MPI for "
             "several: use torchrun --standalone --nproc_per_node=2 -m qurl.cli train, or leave --num_processes out."
@@ -514,8 +509,6 @@ def _parse(argv: list[str]) -> tuple[RunArguments, QuRLConfig]:
     parser.set_defaults(**TINY_DEFAULTS)
     parser.set_defaults(
         output_dir="runs/train",
-        # Without it, accelerate connects no processes on a machine that has no accelerator.
-        use_cpu=not torch.accelerator.is_available(),
         # Every trainable parameter of a dense model or adapter is used; looking for others takes time and warns of it.
         ddp_find_unused_parameters=False,
     )
