@@ -272,7 +272,7 @@ def train(
 
 
 def _require_all_processes(config: QuRLConfig) -> None:
-    """Refuse to go on alone where accelerate's launcher was asked for several processes, which MPI alone would start."""
+    """Refuse to go on alone where accelerate was asked for several processes, which MPI alone would start."""
     if (
         config.world_size == 1
         and os.environ.get("ACCELERATE_USE_CPU") == "True"
