@@ -4,14 +4,13 @@
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import yaml
@@ -26,16 +25,21 @@ TRAIN = ["-m", "qurl.cli", "train"]
 SMALL = ["--max_steps", "4", "--per_device_train_batch_size", "16", "--task_options", '{"n": 256}']
 
 
+def kill(process: subprocess.Popen) -> None:
+    """With the processes that a launcher has started, each of which leads a session of its own."""
+    for started in [*psutil.Process(process.pid).children(recursive=True), process]:
+        started.kill()
+    process.wait()
+
+
 def launch(*arguments, launcher=TORCHRUN, timeout=240) -> subprocess.CompletedProcess:
     """Run to its end; what takes too long is killed with all processes that the launcher has started."""
     command = [*launcher, *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
@@ -165,17 +169,14 @@ def test_a_killed_run_of_two_processes_resumes(tmp_path):
         "16",
     ]
     command = [*TORCHRUN, *TRAIN, "--output_dir", str(tmp_path / "run"), *options]
-    first = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240
         while not list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
     finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
+        kill(first)
     alone_again = launch(*TRAIN, "--output_dir", str(tmp_path / "run"), *options, launcher=[sys.executable])
     assert alone_again.returncode == 2 and "holds a run with processes=2, not 1" in alone_again.stderr
     second = launch(*TRAIN, "--output_dir", str(tmp_path / "run"), *options)
