@@ -42,7 +42,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full lab bench style lock
+.PHONY: help env demo test test-full test-gpu lab bench style lock
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,9 @@ test: env  ## the tests that CI runs
 
 test-full: env  ## all tests, the slow ones and those for a GPU included
 	$(PY) -m pytest $(ARGS)
+
+test-gpu: env  ## what can be tested on GPUs alone (ARGS="-v" names each): kernels, sleep mode, NCCL to a server with two
+	$(PY) -m pytest -m gpu -rs $(ARGS)
 
 lab: env  ## JupyterLab (FILE=... opens a notebook)
 	$(PY) -m jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(FILE)

@@ -28,6 +28,7 @@ def test_every_field_of_trl_is_there_with_few_other_defaults():
         "vllm_importance_sampling_mode",
         "vllm_importance_sampling_clip_max",
         "use_bias_correction_kl",
+        "vllm_server_host",
     }
 
 
