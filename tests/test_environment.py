@@ -166,7 +166,7 @@ def make(root):
 def test_every_make_target_is_listed_by_help(make):
     run = make("help")
     assert run.returncode == 0
-    for target in ("env", "demo", "test", "test-full", "lab", "bench", "style", "lock", "help"):
+    for target in ("env", "demo", "test", "test-full", "test-gpu", "lab", "bench", "style", "lock", "help"):
         assert re.search(rf"^  make {target} ", run.stdout, re.MULTILINE), target
 
 

@@ -376,6 +376,27 @@ def test_training_goes_on_where_the_server_comes_back_with_old_weights(tmp_path,
             server.close()
 
 
+def test_two_training_processes_share_a_server(server, tmp_path):
+    """Each gets the completions of its own prompts: their log-probs are those of the policy on these tokens."""
+    options = {
+        "max_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_generations": 8,
+        "vllm_mode": "server", "vllm_server_base_url": server.url, "eval_k": 0, "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *("-m", "qurl.cli", "train"),
+            *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    rows = metrics(tmp_path / "run")
+    assert [float(row["mismatch/kl_k3"]) < 0.01 for row in rows if row.get("mismatch/kl_k3")] == [True] * 2
+    assert all(0.9 < float(row["mismatch/w_mean"]) < 1.1 for row in rows if row.get("mismatch/w_mean"))
+
+
 def metrics(folder: Path):
     import csv
 
