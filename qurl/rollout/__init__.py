@@ -10,6 +10,7 @@ _PUBLIC = {
     "Rollouts": "engine",
     "SyncReport": "sync",
     "RolloutError": "engine",
+    "RolloutServer": "server",
 }
 
 __all__ = list(_PUBLIC)

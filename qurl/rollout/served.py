@@ -8,31 +8,27 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import vllm
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from qurl import arguments
+from qurl.processes import on_main
 from qurl.quantization import FORMATS, get_format, is_quantized_name
 from qurl.rollout.client import RolloutClient, ServerError, ServerLostError
 from qurl.rollout.engine import FULL_PRECISION, RolloutError, Rollouts
 from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, digest
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 # Of a model's config what says nothing about the function it computes.
 _NO_MATTER = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "qurl_uaq_scale",
@@ -105,7 +101,7 @@ class ServedEngine:
                 self._client.init_communicator(device=accelerator.device)
             return state
 
-        self._state = self._on_main(connect)
+        self._state = on_main(connect)
         self.max_model_len = max_model_len or self._state["max_model_len"]
 
     def reconnect(self) -> None:
@@ -126,7 +122,7 @@ class ServedEngine:
                 self._client.init_communicator(device=self._accelerator.device)
             return state
 
-        self._state = self._on_main(wait)
+        self._state = on_main(wait)
 
     def sync(self, named_params: Iterable[tuple[str, torch.Tensor]], *, check: bool = True) -> SyncReport:
         """Give the server the weights of the policy, see `qurl.rollout.RolloutEngine.sync`.
@@ -149,7 +145,7 @@ class ServedEngine:
 
         if not self._accelerator.is_main_process:
             _read(source)
-        report, self._weights = self._on_main(send)
+        report, self._weights = on_main(send)
         return report
 
     def _sync(self, source: Iterator[tuple[str, torch.Tensor]], check: bool) -> tuple[SyncReport, str]:
@@ -228,7 +224,7 @@ class ServedEngine:
             self._require_weights()
             return rollouts
 
-        return self._on_main(ask).part(first, first + len(prompts))
+        return on_main(ask).part(first, first + len(prompts))
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers with the next call of `sample`.
@@ -265,23 +261,6 @@ class ServedEngine:
             self._client.session.close()
 
     # --- what the main process does -----------------------------------------------------------------------------------
-
-    def _on_main(self, work: Callable[[], T]) -> T:
-        """Do something in the main process; its result or error becomes that of every process."""
-        outcome: list[Any] = [None]
-        if self._accelerator.is_main_process:
-            try:
-                outcome = [(work(), None)]
-            except Exception as error:
-                if self._accelerator.num_processes == 1:
-                    raise
-                outcome = [(None, error)]
-        if self._accelerator.num_processes > 1:
-            broadcast_object_list(outcome, from_process=0)
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
 
     def _share_of(self, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
         """The prompts of all processes, and where those of this one begin."""
