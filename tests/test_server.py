@@ -24,7 +24,7 @@ from qurl.quantization import is_quantized_name, quantize
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.rollout.client import RolloutClient, ServerError, ServerLostError
 from qurl.rollout.served import ServedEngine
-from qurl.rollout.server import RolloutServer, _cores_of
+from qurl.rollout.server import RolloutServer, _cores_of, _session
 from qurl.rollout.sync import digest
 from qurl.training import RunArguments, train
 
@@ -374,6 +374,7 @@ def test_training_goes_on_where_the_server_comes_back_with_old_weights(tmp_path,
     finally:
         for server in servers:
             server.close()
+            assert _session(server._process.pid) == []
 
 
 def test_two_training_processes_share_a_server(server, tmp_path):

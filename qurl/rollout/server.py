@@ -188,12 +188,18 @@ class RolloutServer:
 
     def close(self) -> None:
         """Stop the server and all its processes, and remove its files. Safe to repeat."""
-        if self._process is not None and self._process.poll() is None:
-            family = [psutil.Process(self._process.pid), *_children(self._process.pid)]
-            self._process.send_signal(signal.SIGINT)
+        if self._process is not None:
+            family = _session(self._process.pid)
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+            else:  # its processes outlive a server that was killed
+                for process in family:
+                    process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
             # Each frees its shared memory when it ends in order.
-            _, left = psutil.wait_procs(family, timeout=_STOP_SECONDS)
-            for process in left:
+            _, left = psutil.wait_procs(family, timeout=5)
+            for process in (self._process, *left):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
@@ -310,10 +316,14 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _children(process: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(process).children(recursive=True)
-    return []
+def _session(leader: int) -> list[psutil.Process]:
+    """The processes that a server has started, also where it is gone itself: nobody else is in its session."""
+    family = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader != process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                family.append(process)
+    return family
 
 
 def _free_port(host: str, port: int) -> int:
