@@ -120,6 +120,11 @@ def test_sleep_needs_a_gpu():
         QuRLConfig(vllm_enable_sleep_mode=True)
 
 
+def test_sharing_a_layer_needs_processes():
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node=3"):
+        RolloutEngine("tiny", tensor_parallel_size=3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 def test_weights_survive_sleep_on_a_gpu(dtype):

@@ -212,6 +212,11 @@ class RolloutEngine:
             get_format(dtype).levels(code_bits)
         if enable_sleep_mode and not torch.cuda.is_available():
             raise ValueError("enable_sleep_mode=True needs a GPU, whose memory it frees: leave it out.")
+        if tensor_parallel_size > 1 and not _is_one_of_several():
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} needs as many processes of this program: start it with "
+                f"torchrun --nproc_per_node={tensor_parallel_size}, or use 1."
+            )
         self.sleeps, self._asleep = enable_sleep_mode, False
         require_vllm()
 
@@ -281,8 +286,8 @@ class RolloutEngine:
                 disable_log_stats=True,
                 tensor_parallel_size=tensor_parallel_size,
                 enable_sleep_mode=enable_sleep_mode,
-                # Each process of this program is one of vLLM's, too.
-                distributed_executor_backend="external_launcher" if tensor_parallel_size > 1 else None,
+                # Each process of this program is one of vLLM's, too, and takes the GPU of its own rank.
+                distributed_executor_backend="external_launcher" if _is_one_of_several() else None,
                 **memory,
             )
             _open_engines.add(self)
@@ -652,6 +657,10 @@ class RolloutEngine:
         self.generate(
             [[self._stop_token_ids[0] if self._stop_token_ids else 0]], max_tokens=1, temperature=0.0
         )
+
+
+def _is_one_of_several() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _sampled_logps(completion) -> list[float]:
