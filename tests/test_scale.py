@@ -1,6 +1,7 @@
 """Sizes, memory and seconds of what is not at hand: hand-worked, against real syncs, and as commands that parse."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,18 +42,28 @@ SMALL = ModelShape(4, 8, 1, 2, 1, 2, 10)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "codes", "scales"), [("int8", 144, 128), ("fp8", 144, 128), ("bf16", 288, 0)]
+    ("mode", "dtype", "codes", "scales", "rest"),
+    [
+        ("server", "int8", 144, 128, 200),
+        ("server", "fp8", 144, 128, 200),
+        ("server", "bf16", 288, 0, 200),
+        # What is not quantized as training keeps it, in FP32; the engine casts it.
+        ("colocate", "int8", 144, 128, 400),
+        ("colocate", "fp8", 144, 128, 400),
+        ("colocate", "bf16", 576, 0, 400),
+    ],
 )
-def test_update_hand_worked(dtype, codes, scales):
-    size = update_size(model_on_meta(SMALL), dtype)
-    assert size == UpdateSize(projections=7, others=8, codes=codes, scales=scales, rest=400)
-    assert size.bytes == codes + scales + 400
-    assert update_size(model_on_meta(SMALL, torch.bfloat16), dtype).rest == 200
+def test_update_hand_worked(mode, dtype, codes, scales, rest):
+    size = update_size(model_on_meta(SMALL), dtype, mode)
+    assert size == UpdateSize(projections=7, others=8, codes=codes, scales=scales, rest=rest)
+    assert size.bytes == codes + scales + rest
+    of_bf16 = update_size(model_on_meta(SMALL, torch.bfloat16), dtype, mode)
+    assert of_bf16 == update_size(model_on_meta(SMALL), dtype, "server")
 
 
 def test_tied_head_counts_once():
     tied = ModelShape(4, 8, 1, 2, 1, 2, 10, tied=True)
-    assert update_size(model_on_meta(tied), "int8").rest == 400 - 160
+    assert update_size(model_on_meta(tied), "int8", "server").rest == 200 - 80
 
 
 @pytest.mark.parametrize(
@@ -66,16 +77,16 @@ def test_updates_of_published_models(name, layers, billions):
     assert shape.weights == pytest.approx(model.num_parameters(), rel=1e-3)
     quantized = [parameter for parameter, _ in model.named_parameters() if is_quantized_name(parameter)]
     assert len(quantized) == layers * len(PROJECTIONS)
-    size = update_size(model, "int8")
+    size = update_size(model, "int8", "server")
     assert (size.projections, size.codes) == (len(quantized), shape.linear_weights)
     # A scale for each row: 4 bytes against at least 896 codes.
     assert size.scales < size.codes / 200
-    assert update_size(model, "bf16").codes == 2 * size.codes
+    assert update_size(model, "bf16", "server").codes == 2 * size.codes
 
 
 def test_half_the_bytes_hand_worked():
     """7B: 28 × (2 × 3,584 × 128 × 32 + 3 × 3,584 × 18,944) codes; embedding and lm_head of 152,064 × 3,584 stay."""
-    size = update_size(model_on_meta(MODEL_SHAPES["7B"], torch.bfloat16), "int8")
+    size = update_size(model_on_meta(MODEL_SHAPES["7B"]), "int8", "server")
     codes = 28 * (2 * 3584 * 128 * 32 + 3 * 3584 * 18_944)
     rows = 28 * (3584 + 2 * 512 + 3584 + 2 * 18_944 + 3584)
     assert (size.codes, size.scales) == (codes, 4 * rows)
@@ -83,22 +94,24 @@ def test_half_the_bytes_hand_worked():
     assert size.rest == 2 * (2 * 152_064 * 3584 + norms_and_biases)
 
 
-def test_unknown_dtype():
+def test_unknown_dtype_and_mode():
     with pytest.raises(ValueError, match="dtype='int4' is not a quantized format"):
-        update_size(model_on_meta(SMALL), "int4")
+        update_size(model_on_meta(SMALL), "int4", "server")
+    with pytest.raises(ValueError, match="mode='two-nodes' is not possible: use one of 'colocate', 'server'"):
+        update_size(model_on_meta(SMALL), "int8", "two-nodes")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_size_is_that_of_what_is_sent_and_of_the_checkpoint(dtype, tied, tmp_path):
-    """The same shape with storage, through the iterator of a sync and the exported checkpoint."""
+    """The same shape with storage, through a sync in this process and the exported checkpoint, FP32 and all."""
     shape = ModelShape(64, 160, 2, 4, 2, 16, 97, tied=tied)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_on_meta(shape).config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     sent = SentTensors(model.named_parameters(), dtype, 8, None, shapes)
     tensors = dict(sent)
-    size = update_size(model_on_meta(shape), dtype)
+    size = update_size(model_on_meta(shape), dtype, "colocate")
     assert size.bytes == sent.bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert size.projections * 2 + size.others == len(tensors)
     folder = export_checkpoint(model, tmp_path / "quantized", dtype)
@@ -108,12 +121,13 @@ def test_size_is_that_of_what_is_sent_and_of_the_checkpoint(dtype, tied, tmp_pat
 
 
 def test_size_is_what_a_real_sync_reports():
+    """In this process; tests/test_server.py has the sync of a server."""
     policy = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
     with RolloutEngine("tiny", "int8", max_model_len=32, max_num_seqs=4, load_weights=False) as engine:
         report = engine.sync(policy.named_parameters())
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(policy.config, dtype=torch.float32)
-    assert report.bytes == update_size(meta, "int8").bytes
+    assert report.bytes == update_size(meta, "int8", "colocate").bytes
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -179,11 +193,23 @@ def test_dapo_on_two_nodes_hand_worked():
     assert time.training == pytest.approx(4 * 343.6, rel=1e-3)
     # 64 prompts a GPU of 200 tokens: 2.61e12 operations at the INT8 rate and 0.23e12 at the BF16 rate each.
     assert time.prefill == pytest.approx(64 * (2.610e12 / 1978.9e12 + 0.226e12 / 989.4e12), rel=1e-2)
-    # Gather 4 × 7.615e9 bytes at 450e9 a second; 10.886e9 sent at 50e9; 8 × 7.615e9 + 3 × 10.886e9 at 3,350e9.
-    assert time.update == pytest.approx(0.0677 + 0.2177 + 0.0279, rel=1e-3)
+    # Gather 4 × 7.615e9 bytes at 450e9 a second; 8.705e9 sent at 50e9; 11 × 6.525e9 + 10 × 1.090e9 at 3,350e9.
+    assert time.update == pytest.approx(0.0677 + 0.1741 + 0.0247, rel=1e-3)
     assert time.seconds == pytest.approx(
         time.prefill + time.decode + time.logps + time.training + time.update
     )
+    # On one node nothing is sent, and an engine casts what is not quantized while it loads it.
+    int8, bf16 = (batch_time(DAPO, dtype, "one-node").update for dtype in ("int8", "bf16"))
+    assert int8 == pytest.approx(0.0677 + (11 * 6.525e9 + 6 * 1.090e9) / 3350e9, rel=1e-3)
+    assert bf16 == pytest.approx(0.0677 + 6 * 7.615e9 / 3350e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_two_nodes_send_what_a_server_is_sent(dtype, monkeypatch):
+    """Over a network so slow that nothing else counts: its bytes are those of the model but for scales and norms."""
+    monkeypatch.setitem(ASSUMPTIONS, "network", ASSUMPTIONS["network"]._replace(value=1.0))
+    size = update_size(model_on_meta(DAPO.shape), dtype, "server")
+    assert batch_time(DAPO, dtype, "two-nodes").update == pytest.approx(size.bytes, rel=2e-3)
 
 
 def test_a_batch_that_fits_at_once_takes_as_many_steps_as_its_longest_completion():
@@ -197,8 +223,6 @@ def test_a_batch_that_fits_at_once_takes_as_many_steps_as_its_longest_completion
 
 
 def test_kl_term_costs_a_forward_pass_and_a_model():
-    from dataclasses import replace
-
     with_reference = replace(DAPO, reference=True)
     assert batch_time(with_reference, "int8", "one-node").logps == pytest.approx(
         2 * batch_time(DAPO, "int8", "one-node").logps
@@ -222,7 +246,8 @@ def test_eight_bits_are_never_slower_and_more_gpus_never_slower(completions, lon
     eight, sixteen, bf16 = seconds(dtype, 8), seconds(dtype, 16), seconds("bf16", 8)
     # Whole sequences are counted: a step more of them at a time may cost a step's worth.
     assert eight.decode <= bf16.decode * 1.01
-    assert eight.update < bf16.update
+    # Within one memory quantizing costs more than the copy that it shortens.
+    assert (eight.update < bf16.update) == (layout == "two-nodes")
     assert eight.training == bf16.training
     assert sixteen.training == pytest.approx(eight.training / 2)
     assert sixteen.decode <= eight.decode * 1.01
@@ -386,10 +411,43 @@ def test_page_shows_what_is_computed(root):
         assert cells(row) == pytest.approx(expected(*parts), abs=0.51 * unit), row
     for name in ("1.5B", "7B", "32B"):
         model = model_on_meta(MODEL_SHAPES[name])
-        size, bf16 = update_size(model, "int8"), update_size(model, "bf16")
+        size, bf16 = (update_size(model, dtype, "server") for dtype in ("int8", "bf16"))
         numbers = [size.codes / 1e9, size.scales / 1e6, size.rest / 1e9, size.bytes / 1e9, bf16.bytes / 1e9]
         shown = [f"{number:.2f}" if place != 1 else f"{number:.1f}" for place, number in enumerate(numbers)]
-        assert f"| {name} | {size.projections}, {size.others} | " + " | ".join(shown) in text
+        seconds = f"{size.bytes / 50e9:.2f} ({bf16.bytes / 50e9:.2f}) s"
+        row = [name, f"{size.projections}, {size.others}", *shown, seconds]
+        assert f"| {' | '.join(row)} |" in text
+    colocated = [
+        update_size(model_on_meta(DAPO.shape), dtype, "colocate").bytes for dtype in ("int8", "bf16")
+    ]
+    assert "{:.2f} GB in INT8, {:.2f} GB in BF16".format(*(size / 1e9 for size in colocated)) in text
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "gpus"),
+    [
+        ("1.5B, 8 + 8 GPUs", {"shape": MODEL_SHAPES["1.5B"]}, 8),
+        ("7B", {}, 8),
+        ("14B", {"shape": MODEL_SHAPES["14B"]}, 8),
+        ("32B (training does not fit 8 GPUs; time as if it did)", {"shape": MODEL_SHAPES["32B"]}, 8),
+        ("7B, up to 512 tokens", {"longest": 512}, 8),
+        ("7B, up to 32,768 tokens", {"longest": 32_768, "limit": 34_816}, 8),
+        ("7B, 32 + 32 GPUs", {}, 32),
+        ("7B, 256 + 256 GPUs", {}, 256),
+    ],
+)
+def test_page_shows_how_cost_grows(root, row, changes, gpus):
+    """Rollouts, training and weight update of the last table of docs/scale.md."""
+    lines = (root / "docs" / "scale.md").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(f"| {row} |") and "→" in line)
+    work = replace(DAPO, **changes)
+    bf16, int8 = (batch_time(work, dtype, "two-nodes", gpus) for dtype in ("bf16", "int8"))
+    training = bf16.logps + bf16.training
+    expected = (bf16.prefill + bf16.decode, int8.prefill + int8.decode, training, bf16.update, int8.update)
+    shown = line.replace(",", "").replace("→", "|").split("|")[2:-1]
+    for cell, seconds in zip(shown, expected, strict=True):
+        decimals = len(cell.strip().partition(".")[2])
+        assert float(cell) == pytest.approx(seconds, abs=0.51 * 10**-decimals)
 
 
 def test_figure_has_a_line_for_each_part_and_dtype():

@@ -18,10 +18,11 @@ data; FSDP's gathers, which overlap with computing; the all-reduce of tensor-par
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from qurl import arguments
 from qurl.experiments.recipes import GPUS, OURS, QURL, Choice
 from qurl.experiments.specs import RunSpec
 from qurl.quantization import FORMATS, get_format, is_quantized_name
@@ -46,12 +47,17 @@ Layout = Literal["one-node", "two-nodes"]
 LAYOUTS: tuple[Layout, ...] = ("one-node", "two-nodes")
 """Training and engines share the GPUs of a node, or each has a node."""
 
+Mode = Literal["colocate", "server"]
+"""Where an engine is, as ``vllm_mode`` says it: in the training process, or behind ``qurl serve``."""
+
 # FP32 weight and gradient, and Adam's two moments.
 _STATE_BYTES = 16
 # Of the FP32 weights of a model that is only read, and of DDP's copy of the gradients in buckets.
 _COPY_BYTES = 4
 _FORWARDS_OF_TRAINING = 4
-_ROLLOUT_BYTES = {"bf16": 2, "int8": 1, "fp8": 1}
+# An engine computes in BF16 whatever is not quantized, and a server is sent that in BF16.
+_COMPUTE_BYTES = 2
+_ROLLOUT_BYTES = {"bf16": _COMPUTE_BYTES, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -79,16 +85,17 @@ class UpdateSize:
         return self.codes + self.scales + self.rest
 
 
-def update_size(model: torch.nn.Module, dtype: str) -> UpdateSize:
+def update_size(model: torch.nn.Module, dtype: str, mode: Mode) -> UpdateSize:
     """Bytes that a sync of ``model`` hands to an engine.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Only names, shapes and dtypes of its parameters are read, so it may live on the meta device. Parameters other
-        than projections are sent in the dtype that they have.
+        Only names, shapes and dtypes of its parameters are read, so it may live on the meta device.
     dtype : {"int8", "fp8", "bf16"}
-        Of the rollouts. For "bf16" a projection takes two bytes a weight.
+        Of the rollouts.
+    mode : {"colocate", "server"}
+        What is not quantized reaches an engine of the same process in the dtype that it has, and a server in BF16.
 
     Returns
     -------
@@ -98,18 +105,20 @@ def update_size(model: torch.nn.Module, dtype: str) -> UpdateSize:
     Raises
     ------
     ValueError
-        If ``dtype`` is not known.
+        If ``dtype`` or ``mode`` is not known.
     """
     if dtype != "bf16":
         get_format(dtype)
+    arguments.choice("mode", mode, get_args(Mode))
     projections = others = codes = scales = rest = 0
     for name, parameter in model.named_parameters():
+        unquantized = parameter.numel() * _COMPUTE_BYTES if mode == "server" else parameter.nbytes
         if not is_quantized_name(name):
             others += 1
-            rest += parameter.nbytes
+            rest += unquantized
             continue
         projections += 1
-        codes += parameter.numel() * _ROLLOUT_BYTES[dtype]
+        codes += parameter.numel() if dtype in FORMATS else unquantized
         scales += 4 * parameter.shape[0] if dtype in FORMATS else 0
     return UpdateSize(projections, others, codes, scales, rest)
 
@@ -268,8 +277,10 @@ def memory(work: Workload, dtype: str, layout: Layout, gpus: int = GPUS, gpu: st
 
 
 def _engine_weights(shape: ModelShape, dtype: str) -> float:
-    """Projections in ``dtype``, embedding and lm_head in BF16; scales are a thousandth."""
-    return _ROLLOUT_BYTES[dtype] * shape.linear_weights + 2 * (shape.weights - shape.linear_weights)
+    """Projections in ``dtype``, embedding and lm_head in BF16; scales are a thousandth. So much is sent to a server."""
+    return _ROLLOUT_BYTES[dtype] * shape.linear_weights + _COMPUTE_BYTES * (
+        shape.weights - shape.linear_weights
+    )
 
 
 @dataclass(frozen=True)
@@ -335,13 +346,14 @@ def batch_time(
 
     forward = sum(sequence_operations(shape, assumed["prompt"] + work.longest)) * work.completions
     forward /= gpus * assumed["utilization"] * rates.bf16
-    # Projections: cast to BF16 or quantized before they are sent; the rest as training keeps it, in FP32.
-    sent = _ROLLOUT_BYTES[dtype] * shape.linear_weights + 4 * (shape.weights - shape.linear_weights)
-    update = (4 * shape.weights / assumed["nvlink"] if sharded(shape, gpu) else 0) + (
-        sent / assumed["network"] if layout == "two-nodes" else 0
-    )
-    # Read twice in FP32 (extremes, codes), written once; the engine reads and writes what it is sent.
-    update += (8 * shape.weights + 3 * sent) / rates.bandwidth
+    apart = layout == "two-nodes"
+    update = 4 * shape.weights / assumed["nvlink"] if sharded(shape, gpu) else 0
+    update += _engine_weights(shape, dtype) / assumed["network"] if apart else 0
+    # A projection is read twice in FP32 to be quantized (extremes, codes), its codes are written, and the engine reads
+    # and writes them: 2 · 4 + 3. All else is cast to BF16: for a server before it is sent, 4 + 3 · 2; an engine in the
+    # same process casts while it writes, 4 + 2.
+    quantized = shape.linear_weights if dtype in FORMATS else 0
+    update += (11 * quantized + (10 if apart else 6) * (shape.weights - quantized)) / rates.bandwidth
     return BatchTime(
         prefill=prefill,
         decode=steps * step.seconds,
