@@ -16,9 +16,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from qurl.config import QuRLConfig
+from qurl.experiments.scale import update_size
 from qurl.models import resolve_model
 from qurl.quantization import is_quantized_name, quantize
 from qurl.rollout import RolloutEngine, RolloutError
@@ -133,6 +134,9 @@ def test_an_update_is_codes_and_scales(engine, weights):
     scales = sum(4 * len(tensor) for tensor in projections.values())
     report = engine.sync(first.items())
     assert report.bytes == codes + scales + 2 * rest  # BF16 would take 2 · (codes + rest)
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_model("tiny")))
+    assert report.bytes == update_size(policy, "int8", "server").bytes
     assert (report.quantized_layers, report.full_precision_layers) == (16, 0)
 
 
