@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     reproduce = commands.add_parser(
         "reproduce", help="every run, figure and table of the paper, at a preset's size"
     )
-    reproduce.add_argument("--preset", default="cpu", help="smoke, cpu or paper")
+    reproduce.add_argument("--preset", default="cpu", help="smoke, cpu, or paper (with --dry-run)")
     reproduce.add_argument(
         "--only",
         default=(),
@@ -63,11 +63,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="some pipelines",
     )
     reproduce.add_argument("--seeds", type=int, default=3, help="of each arm: 0, 1 ...")
-    reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: one a core, on GPUs one")
+    reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: one a core")
     reproduce.add_argument("--limit-minutes", type=float, help="a run that takes longer is stopped")
     reproduce.add_argument("--runs-dir", default="", metavar="FOLDER", help="the run store (default: runs)")
     reproduce.add_argument("--train-only", action="store_true", help="leave the figures and tables out")
-    reproduce.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    reproduce.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the commands (preset paper: the plan, with memory and time) and do nothing",
+    )
     reproduce.set_defaults(run=_reproduce)
 
     # Its options are the fields of two dataclasses, which are not loaded for the other commands.

@@ -369,6 +369,25 @@ def test_reproduce_refuses_in_one_sentence(tmp_path, arguments, sentence):
         reproduce(**arguments, runs_dir=tmp_path)
 
 
+def test_paper_is_a_plan_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    lines = []
+    with pytest.raises(
+        ValueError, match=r"^preset='paper' .* qurl reproduce --preset paper --dry-run\.$"
+    ) as refusal:
+        reproduce("paper", ["tab_dapo"], 1, runs_dir=tmp_path, report=lines.append)
+    assert str(refusal.value).count(". ") == 0
+    assert not lines and not list(tmp_path.rglob("*"))
+
+
+def test_finished_runs_of_the_paper_count(tmp_path, finish_run):
+    """Started by hand, in one process for each GPU; figures are then drawn from them."""
+    store = RunStore(tmp_path)
+    spec = RunSpec(experiment="dapo", preset="paper")
+    finish_run(store, spec)
+    assert Orchestrator(store, 1).fill([spec])
+
+
 def test_dry_run_lists_commands_that_papermill_understands(tmp_path, finish_run):
     lines = []
     finish_run(RunStore(tmp_path), RunSpec(experiment="dapo", preset="smoke", dtype="bf16", objective="tis"))

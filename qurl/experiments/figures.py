@@ -33,14 +33,15 @@ def read_runs(figure: str, config: FigureConfig) -> Results:
     store = RunStore(config.runs_dir)
     if config.run_missing:
         wanted = runs([figure], config.preset, range(config.seeds))
-        jobs = 1 if config.preset == "paper" else core_count()
-        Orchestrator(store, jobs, report=lambda line: print(line, flush=True)).fill(wanted)
+        Orchestrator(store, core_count(), report=lambda line: print(line, flush=True)).fill(wanted)
     results = collect(store, figure, config.preset, config.seeds)
     command = f"qurl reproduce --preset {config.preset} --only {figure} --seeds {config.seeds}"
+    if config.preset == "paper":
+        command += " --dry-run"
     if not len(results.runs):
+        fix = f"see {command}" if config.preset == "paper" else f"pass -p run_missing true, or run {command}"
         raise ParameterError(
-            f"{store.root} holds no finished run of {figure} with preset={config.preset!r}: pass -p run_missing true, "
-            f"or run {command}."
+            f"{store.root} holds no finished run of {figure} with preset={config.preset!r}: {fix}."
         )
     total = len(results.runs) + len(results.missing)
     print(f"{len(results.runs)} of {total} runs are finished.")

@@ -23,6 +23,7 @@ import psutil
 
 from qurl.experiments import launch
 from qurl.experiments.matrix import FIGURES, MAX_SEEDS, runs
+from qurl.experiments.recipes import PRESETS
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
 from qurl.files import whole_file, write_whole
@@ -30,9 +31,9 @@ from qurl.notebook import project_root
 
 PIPELINES = ("fig_speedup", "fig_weight_update", *FIGURES)
 # A run that takes longer than this hangs.
-LIMIT_MINUTES = {"smoke": 15, "cpu": 180, "paper": 14 * 24 * 60}
+LIMIT_MINUTES = {"smoke": 15, "cpu": 180}
 # What is expected of a run before one has finished here, seconds.
-_FIRST_GUESS = {"smoke": 60, "cpu": 300, "paper": 3 * 24 * 3600}
+_FIRST_GUESS = {"smoke": 60, "cpu": 300}
 # Checkpoints, samples and notebook of a run with the embedded model take a third of it.
 _FREE_BYTES = 200 << 20
 _POLL_SECONDS = 0.5
@@ -128,12 +129,19 @@ class Orchestrator:
 
         Raises
         ------
+        ValueError
+            For unfinished runs of the preset "paper", which accelerate starts, on GPUs.
         OSError
             If the disk is full; what is finished stays.
         KeyboardInterrupt
             After the running ones have been stopped.
         """
         waiting = [spec for spec in specs if self.store.state(spec) != "finished"]
+        if any(spec.preset == "paper" for spec in waiting):
+            raise ValueError(
+                "preset='paper' is not possible here: its runs are started by hand with accelerate on GPUs, so use "
+                "smoke or cpu, or see the commands, memory and time with qurl reproduce --preset paper --dry-run."
+            )
         self._seconds = [
             run.result["seconds"] for run in self.store.finished(specs)
         ]  # also finds damaged ones
@@ -303,11 +311,11 @@ def reproduce(
     runs_dir : str or path
         Of the run store; empty: ``runs`` in the project's root.
     jobs : int
-        Runs at a time; 0: one a core for the presets of the embedded model, one for the preset "paper".
+        Runs at a time; 0: one a core.
     limit_minutes : float, optional
         Of a run.
     dry_run : bool
-        Report the commands and nothing else.
+        Report the commands (preset "paper": the plan, with memory and time) and nothing else.
     train_only : bool
         Leave the figures out.
     promote : bool, optional
@@ -323,14 +331,14 @@ def reproduce(
     Raises
     ------
     ValueError
-        For arguments that are not possible.
+        For arguments that are not possible, and for the preset "paper" while runs of it are not finished.
     """
     figures = list(dict.fromkeys(name.strip() for name in only)) or list(PIPELINES)
     for name in figures:
         if name not in PIPELINES:
             raise ValueError(f"only={name!r} is not possible: use some of {', '.join(PIPELINES)}.")
-    if preset not in LIMIT_MINUTES:
-        raise ValueError(f"preset={preset!r} is not possible: use one of {', '.join(LIMIT_MINUTES)}.")
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset!r} is not possible: use one of {', '.join(PRESETS)}.")
     for name, value, least, most in (("seeds", seeds, 1, MAX_SEEDS), ("jobs", jobs, 0, 64)):
         if not least <= value <= most:
             raise ValueError(f"{name}={value} is not possible: use a whole number from {least} to {most}.")
@@ -344,12 +352,7 @@ def reproduce(
         for command in _commands(specs, figures, preset, seeds, store, train_only):
             report(command)
         return True
-    orchestrator = Orchestrator(
-        store,
-        jobs or (1 if preset == "paper" else core_count()),
-        limit_minutes,
-        report,
-    )
+    orchestrator = Orchestrator(store, jobs or core_count(), limit_minutes, report)
     complete = orchestrator.fill(specs)
     if train_only:
         return complete
