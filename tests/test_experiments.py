@@ -15,7 +15,7 @@ import pytest
 
 from qurl import notebook
 from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, recipe, recipe_table
-from qurl.experiments.figures import CLAIMS
+from qurl.experiments.figures import CLAIMS, FigureConfig, read_runs
 from qurl.experiments.matrix import FIGURES, arms, runs
 from qurl.experiments.orchestrator import Orchestrator, claims_table, reproduce, train_command
 from qurl.experiments.paper import DEEPSCALER_SETS, TABLES
@@ -378,6 +378,19 @@ def test_paper_is_a_plan_and_starts_nothing(tmp_path, monkeypatch):
         reproduce("paper", ["tab_dapo"], 1, runs_dir=tmp_path, report=lines.append)
     assert str(refusal.value).count(". ") == 0
     assert not lines and not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "fix"),
+    [
+        ("cpu", r"pass -p run_missing true, or run qurl reproduce --preset cpu --only tab_dapo --seeds 1\.$"),
+        ("paper", r"see qurl reproduce --preset paper --only tab_dapo --seeds 1 --dry-run\.$"),
+    ],
+)
+def test_a_figure_without_runs_says_what_makes_them(tmp_path, preset, fix):
+    config = {"preset": preset, "seeds": 1, "run_missing": False}
+    with pytest.raises(ValueError, match=fix):
+        read_runs("tab_dapo", FigureConfig(**config, runs_dir=str(tmp_path), output_dir=str(tmp_path)))
 
 
 def test_finished_runs_of_the_paper_count(tmp_path, finish_run):
