@@ -97,7 +97,7 @@ class QuRLConfig(GRPOConfig):
         rollout_transfer (`str`, *optional*, defaults to `"auto"`):
             With `vllm_mode="server"`, how weights get there: a `"file"` in this machine's memory, or `"nccl"` from GPU
             to GPU. `"auto"` takes what the server was started with.
-        rollout_timeout (`float`, *optional*, defaults to `1800.0`):
+        rollout_timeout (`float`, *optional*, defaults to `900.0`):
             With `vllm_mode="server"`, seconds after which a call that was not answered counts as hanging.
         sync_check (`bool`, *optional*, defaults to `True`):
             Compare a sample of layers with what was sent after each sync, and decode one token.
@@ -164,7 +164,7 @@ class QuRLConfig(GRPOConfig):
         default="auto", metadata={"help": "Weights to a server: file, nccl, or auto (as it was started)."}
     )
     rollout_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds after which a call of a server counts as hanging."}
+        default=900.0, metadata={"help": "Seconds after which a call of a server counts as hanging."}
     )
     sync_check: bool = field(default=True, metadata={"help": "Check the engine's weights after each sync."})
     objective: str = field(default="acr", metadata={"help": "naive, proximal, decoupled, tis or acr."})
@@ -389,15 +389,26 @@ class QuRLConfig(GRPOConfig):
         arguments.choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
         arguments.choice("rollout_transfer", self.rollout_transfer, ROLLOUT_TRANSFERS)
         for name in ("rollout_timeout", "vllm_server_timeout"):
-            setattr(self, name, _positive(name, getattr(self, name), "of seconds"))
+            setattr(self, name, arguments.number(name, getattr(self, name), 0.1, 1e6))
         for name in ("vllm_server_port", "vllm_group_port"):
             setattr(self, name, arguments.whole_number(name, getattr(self, name), 1, 65535))
-        if self.vllm_server_base_url is not None and not re.match(
-            r"https?://[^/]+/?$", self.vllm_server_base_url
+        for name, pattern, example in (
+            (
+                "vllm_server_base_url",
+                r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?",
+                "http://127.0.0.1:8000",
+            ),
+            ("vllm_server_host", r"[\w.-]+|[0-9a-fA-F:.]*::?[0-9a-fA-F:.]*", "127.0.0.1, without a port"),
         ):
+            value = getattr(self, name)
+            if value is None and name == "vllm_server_base_url":
+                continue
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise ValueError(f"{name}={value!r} is not possible: use an address such as {example}.")
+        if self.vllm_mode == "server" and self.world_size > 1 and self.ddp_timeout < 2 * self.rollout_timeout:
             raise ValueError(
-                f"vllm_server_base_url={self.vllm_server_base_url!r} is not possible: use an address such as "
-                "http://127.0.0.1:8000."
+                f"rollout_timeout={self.rollout_timeout:g} is too long for ddp_timeout={self.ddp_timeout}, after which "
+                "processes that wait for the one that asks the server give up: use at most half of it."
             )
         if self.vllm_mode == "server" and self.mismatch_action == "full_precision":
             raise ValueError(

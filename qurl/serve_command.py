@@ -32,6 +32,14 @@ def add_serve_command(commands) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        return _serve_until_stopped(arguments)
+    except KeyboardInterrupt:
+        _say("Stopped.")
+        return 0
+
+
+def _serve_until_stopped(arguments: argparse.Namespace) -> int:
     from qurl.rollout import RolloutError
     from qurl.rollout.server import RolloutServer
 
@@ -39,8 +47,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     logging.getLogger("qurl").setLevel(logging.INFO)
     names = ("code_bits", "host", "port", "max_model_len", "max_num_seqs", "tensor_parallel_size")
     names += ("data_parallel_size", "gpu_memory_utilization", "transfer", "seed", "start_seconds")
-    # Ended by a batch system as by Ctrl-C: in order.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Ended by a batch system or with its terminal as by Ctrl-C: in order.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         options = {name: getattr(arguments, name) for name in names}
         with RolloutServer(arguments.model, arguments.dtype, **options) as server:
@@ -56,9 +65,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     except RolloutError as error:
         print(f"qurl serve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        _say("Stopped.")
-        return 0
 
 
 def _bits(code_bits: int) -> str:

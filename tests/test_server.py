@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from qurl.config import QuRLConfig
 from qurl.experiments.scale import update_size
 from qurl.models import resolve_model
-from qurl.quantization import is_quantized_name, quantize
+from qurl.quantization import is_quantized_name, quantize, quantized_named_tensors
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.rollout.client import RolloutClient, ServerError, ServerLostError
+from qurl.rollout.handover import handover_folder, own_folder, weights_file
 from qurl.rollout.served import ServedEngine
 from qurl.rollout.server import RolloutServer, _cores_of, _session
 from qurl.rollout.sync import digest
@@ -161,10 +163,32 @@ def test_before_a_sync_nothing_is_sampled(engine):
         greedy(engine)
 
 
-def test_a_second_trainer_is_found_out(engine, server, weights):
-    engine.sync(weights[0].items())
+def load(client, handover, weights, tensors):
+    """As a trainer would that has got past the lock."""
+    client.workers("qurl_begin", weights)
+    with weights_file(handover, tensors.items()) as (name, sha256):
+        client.workers("qurl_load_file", name, sha256)
+
+
+def test_a_second_trainer_is_refused(engine, server, weights):
+    with pytest.raises(ServerError, match="follows another trainer's policy"):
+        engine_of(server.url)
+    engine.close()
     other = engine_of(server.url)
-    other.sync(weights[1].items())
+    other.sync(weights[0].items())
+    other.close()
+
+
+def test_weights_of_another_trainer_are_found_out(engine, server, weights):
+    engine.sync(weights[0].items())
+    client, own = engine._client, engine._weights
+    codes = dict(quantized_named_tensors(weights[1].items(), "int8"))
+    load(client, server.handover, "other", codes)
+    with pytest.raises(ServerLostError, match="its last sync failed"):
+        greedy(engine)
+    with pytest.raises(ServerError, match="weights of another trainer meanwhile"):
+        client.workers("qurl_confirm", own, {})
+    client.workers("qurl_confirm", "other", {})
     with pytest.raises(ServerLostError, match="given the weights of another trainer"):
         greedy(engine)
     engine.reconnect()
@@ -172,16 +196,31 @@ def test_a_second_trainer_is_found_out(engine, server, weights):
     greedy(engine)
 
 
+def test_sampling_stops_at_the_trainers_end_tokens_alone(engine, weights):
+    """`tiny` ends with token 1: where the trainer calls another one the end, it is a token like others."""
+    engine.sync(weights[0].items())
+    engine._config["eos_token_id"] = [9]
+    rollouts = engine.sample([[5, 6, 7, 8]] * 32, max_tokens=8, temperature=1.0)
+    ended = [
+        ids
+        for ids, reason in zip(rollouts.completion_ids, rollouts.finish_reasons, strict=True)
+        if reason == "stop"
+    ]
+    assert ended and all(ids[-1] == 9 and 9 not in ids[:-1] for ids in ended)
+    assert any(1 in ids[:-1] for ids in rollouts.completion_ids)
+
+
 def test_weights_that_are_not_those_that_were_sent_are_not_used(engine, server, weights):
     engine.sync(weights[0].items())
-    client, file = engine._client, server.handover / "spoilt.safetensors"
+    client, file = engine._client, server.handover / f"{0:032x}.safetensors"
     save_file({"x": torch.zeros(1)}, file)
+    client.workers("qurl_begin", "spoilt")
     with pytest.raises(ServerError, match="their checksum differs"):
         client.workers("qurl_load_file", file.name, "0" * 64)
     with pytest.raises(ServerLostError, match="its last sync failed"):
         greedy(engine)
     engine.sync(weights[0].items())
-    assert list(server.handover.iterdir()) == []  # what was left there is gone, too
+    assert not list(server.handover.glob("*.safetensors"))  # what was left there is gone, too
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "weights.bin", "link.safetensors"])
@@ -287,6 +326,43 @@ def test_a_stock_server_is_named_as_such():
         answering(404, b"") as url,
         pytest.raises(ServerError, match=r"not started by qurl serve|no vLLM server"),
     ):
+        engine_of(url, connect_seconds=0.1)
+
+
+CHOICE = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"index": 1},
+        {"token_ids": []},
+        {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.5]}},
+        {"token_ids": [10**9]},
+        {"token_ids": [-5]},
+        {"token_ids": ["5"]},
+        {"token_ids": [5] * 9, "logprobs": {"token_logprobs": [-0.5] * 9}},
+        {"logprobs": None},
+        {"logprobs": {"token_logprobs": [None]}},
+        {"logprobs": {"token_logprobs": [2.0]}},
+        {"finish_reason": None},
+    ],
+)
+def test_answers_that_are_none(monkeypatch, choice):
+    client = object.__new__(RolloutClient)
+    client.url, client.model, client.call_seconds = "http://127.0.0.1:9", "m", 1.0
+    answer = {"choices": [CHOICE | choice] if choice else []}
+    monkeypatch.setattr(client, "_post", lambda *_, **__: answer)
+    with pytest.raises(ServerError, match="does not answer /v1/completions as vLLM does"):
+        client.complete([[5]], max_tokens=8, vocabulary=64)
+    answer["choices"] = [CHOICE]
+    assert client.complete([[5]], max_tokens=8, vocabulary=64) == [CHOICE]
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"data": []}'])
+def test_what_is_no_server_of_vllm(body):
+    with answering(200, body) as url, pytest.raises(ServerError, match="is no vLLM server"):
         engine_of(url, connect_seconds=0.1)
 
 
@@ -418,7 +494,9 @@ def metrics(folder: Path):
         ({"dtype": "int9"}, "dtype='int9'"),
         ({"dtype": "bf16", "code_bits": 4}, "code_bits=4 needs dtype='int8'"),
         ({"host": "0.0.0.0"}, "host='0.0.0.0' is not possible with transfer='file'"),
-        ({"host": "no.such.host.invalid"}, "is not known here"),
+        ({"host": "no.such.host.invalid"}, "is no address"),
+        ({"host": "127.0.0.1:8000"}, "is no address"),
+        ({"host": None}, "host=None"),
         ({"transfer": "nccl"}, "without a GPU"),
         ({"port": 70000}, "port=70000"),
         ({"max_model_len": 100_000}, "use at most 512"),
@@ -463,23 +541,53 @@ def test_command_stops_in_order_when_told_and_when_killed(tmp_path):
         assert process.wait(60) == status
         _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == []
-        if status == 0:
-            assert not list(Path("/dev/shm").glob(f"qurl-serve-{process.pid}-*"))
         process.stdout.close()
 
 
 def test_folder_of_a_killed_server_is_removed_by_the_next(server):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left = Path("/dev/shm") / f"qurl-serve-{dead.pid}-left"
-    left.mkdir()
-    from qurl.rollout.server import _handover
+    """Not by process numbers, which say nothing about another container with the same memory."""
+    left = Path("/dev/shm/qurl-serve-left")
+    left.mkdir(mode=0o700)
+    broken = Path("/dev/shm/qurl-serve-broken")
+    broken.symlink_to("/nowhere")
+    try:
+        with handover_folder(1000) as folder:
+            assert folder.is_dir()
+            assert not left.exists()
+            assert server.handover.is_dir()  # of one that lives
+        assert not folder.exists()
+    finally:
+        broken.unlink()
 
-    with _handover(1000) as folder:
-        assert folder.is_dir()
-        assert not left.exists()
-        assert server.handover.is_dir()  # of one that lives
-    assert not folder.exists()
+
+def test_where_there_is_no_room_in_memory_weights_go_through_files(caplog):
+    with handover_folder(10**15) as folder:
+        assert folder.parent == Path(tempfile.gettempdir())
+    assert "updates go through files" in caplog.text
+
+
+def test_only_a_servers_own_folder_is_written_to(tmp_path):
+    """A trainer removes old weights there: not from a folder that somebody names it."""
+    with handover_folder(1000) as folder:
+        assert own_folder(folder) == folder
+        folder.chmod(0o755)
+        with pytest.raises(ValueError, match="is no folder that qurl serve has made"):
+            own_folder(folder)
+    named = tmp_path / "qurl-serve-x"
+    named.mkdir(mode=0o700)
+    link = Path("/dev/shm/qurl-serve-link")
+    link.symlink_to(tmp_path)
+    try:
+        for other in (tmp_path, named, link, "/nowhere", ""):
+            with pytest.raises(ValueError, match="is no folder that qurl serve has made"):
+                own_folder(other)
+    finally:
+        link.unlink()
+    keep = named / "model.safetensors"
+    keep.touch()
+    with weights_file(named, [("x", torch.zeros(2))]) as (name, _):
+        assert sorted(file.name for file in named.iterdir()) == sorted([name, "model.safetensors"])
+    assert [file.name for file in named.iterdir()] == ["model.safetensors"]
 
 
 def test_cores_are_shared_among_the_processes_of_a_server(monkeypatch):
@@ -523,6 +631,9 @@ def test_two_processes_of_a_server_agree(four_heads, size):
             ids, _ = greedy(engine, [[5, 6, 7, 8]] * 32)
             assert len({tuple(one) for one in ids}) == 1
             answers.append(ids)
+        # And none draws what another does.
+        drawn = engine.sample([[5, 6, 7, 8]] * 32, max_tokens=12, temperature=1.0).completion_ids
+        assert len({tuple(ids) for ids in drawn}) == 32
         assert answers[0] == answers[2] != answers[1]
     with RolloutEngine(four_heads, "int8", max_model_len=64, load_weights=False) as own:
         own.sync(second.items())

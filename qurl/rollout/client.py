@@ -4,6 +4,7 @@ Every call has a time limit, goes to the address the user named and nowhere else
 error of one sentence: `ServerLostError` where the server may come back, `ServerError` where it will not help.
 """
 
+import math
 import time
 from typing import Any
 
@@ -45,7 +46,12 @@ class RolloutClient(VLLMClient):
         self._http = requests.Session()
         # Environment variables could lead prompts and weights through a proxy.
         self._http.trust_env = False
-        super().__init__(base_url=self.url, group_port=group_port, connection_timeout=connect_seconds)
+        # A server closes connections that were idle for seconds, as in training: that must not pass for its end.
+        self._http.headers["Connection"] = "close"
+        try:
+            super().__init__(base_url=self.url, group_port=group_port, connection_timeout=connect_seconds)
+        except (KeyError, IndexError, TypeError):
+            raise ServerError(f"what answers at {self.url} is no vLLM server: it names no model.") from None
         self.session = self._http
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = _RETRY_EVERY) -> None:
@@ -80,20 +86,36 @@ class RolloutClient(VLLMClient):
             json={"method": method, "args": list(arguments), "timeout": self.call_seconds},
             seconds=self.call_seconds,
         )
-        return answer.get("results", []) if answer else []
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results:
+            raise ServerError(
+                f"the server at {self.url} does not answer /collective_rpc as vLLM does: {answer!r:.200}"
+            )
+        return results
 
-    def complete(self, prompts: list[list[int]], **sampling: Any) -> list[dict]:
+    def complete(
+        self, prompts: list[list[int]], *, max_tokens: int, vocabulary: int, **sampling: Any
+    ) -> list[dict]:
         """One choice of ``/v1/completions`` for each prompt: token ids, log-probs and why it ended.
 
         Parameters
         ----------
         prompts : list of list of int
+        max_tokens : int
+        vocabulary : int
+            Token ids are below.
         **sampling
-            Fields of the request.
+            Further fields of the request.
+
+        Raises
+        ------
+        ServerError
+            Where the answer is not one to this question.
         """
         payload = {
             "model": self.model,
             "prompt": prompts,
+            "max_tokens": max_tokens,
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -104,11 +126,17 @@ class RolloutClient(VLLMClient):
             "repetition_penalty": 1.0,
             **sampling,
         }
-        answer = self._post(f"{self.url}/v1/completions", json=payload, seconds=self.call_seconds)
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(prompts):
+        answer = self._post(f"{self.url}/v1/completions", json=payload)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            faulty = [choice["index"] for choice in choices] != list(range(len(prompts))) or not all(
+                _is_completion(choice, max_tokens, vocabulary) for choice in choices
+            )
+        except (KeyError, TypeError, AttributeError):
+            faulty = True
+        if faulty:
             raise ServerError(
-                f"the server at {self.url} returned {len(choices)} completions of {len(prompts)}."
+                f"the server at {self.url} does not answer /v1/completions as vLLM does: {str(answer)[:200]}"
             )
         return choices
 
@@ -117,11 +145,19 @@ class RolloutClient(VLLMClient):
         return self._post(self.url + path) or {}
 
     def _get(self, url: str, seconds: float = _PROMPT_ANSWER, **options: Any) -> dict:
-        return self._request("GET", url, seconds, **options).json()
+        return self._content(self._request("GET", url, seconds, **options))
 
     def _post(self, url: str, seconds: float | None = None, **options: Any) -> dict | None:
         answer = self._request("POST", url, seconds or self.call_seconds, **options)
-        return answer.json() if answer.content else None
+        return self._content(answer) if answer.content else None
+
+    def _content(self, answer: requests.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError:
+            raise ServerError(
+                f"what answers at {self.url} is no vLLM server: {' '.join(answer.text.split())[:100]!r}"
+            ) from None
 
     def _request(self, verb: str, url: str, seconds: float, **options: Any) -> requests.Response:
         name = url.removeprefix(self.url)
@@ -138,11 +174,27 @@ class RolloutClient(VLLMClient):
             raise ServerError(
                 f"the server at {self.url} does not know {name}: it was not started by qurl serve, which opens it."
             )
+        if answer.status_code == 400 and "Out of range float" in answer.text:
+            raise ServerError(
+                f"the vLLM server at {self.url} returned log-probs that are not numbers: the weights overflow; go back "
+                "to a checkpoint and lower the learning rate."
+            )
         if answer.status_code != 200:
             raise ServerError(
                 f"the vLLM server at {self.url} refused {name} with status {answer.status_code}: {_said(answer)}"
             )
         return answer
+
+
+def _is_completion(choice: dict, max_tokens: int, vocabulary: int) -> bool:
+    """Whether a choice holds tokens of the vocabulary with a log-probability each, no more than were asked for."""
+    ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    return (
+        1 <= len(ids) == len(logps) <= max_tokens
+        and all(type(token) is int and 0 <= token < vocabulary for token in ids)
+        and all(isinstance(logp, float | int) and math.isfinite(logp) and logp <= 1e-3 for logp in logps)
+        and isinstance(choice["finish_reason"], str)
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib.metadata
-import json
 import logging
 import math
 import os
@@ -41,11 +40,12 @@ from qurl.quantization import (
 from qurl.rollout.kernels import unavailable
 from qurl.rollout.log import last_lines, new_log_path, output_to
 from qurl.rollout.preflight import (
-    check_architecture,
     check_heads,
     end_tokens,
     hardware_name,
     kv_cache_bytes,
+    longest,
+    read_config,
     require_vllm,
     vllm_distribution,
 )
@@ -222,15 +222,10 @@ class RolloutEngine:
 
         self.path = resolve_model(model)
         self.model = str(model)
-        config = json.loads((self.path / "config.json").read_text())
-        check_architecture(config)
+        config = read_config(self.path, self.model)
+        max_model_len = longest(config, max_model_len, self.model)
         check_heads(config, tensor_parallel_size, self.model)
-        limit = config.get("max_position_embeddings")
-        if max_model_len is not None and limit and max_model_len > limit:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds what {self.model!r} was trained for: use at most {limit}."
-            )
-        self.max_model_len, self.max_num_seqs, self.kernels = max_model_len or limit, max_num_seqs, kernels
+        self.max_model_len, self.max_num_seqs, self.kernels = max_model_len, max_num_seqs, kernels
         self.compute_dtype = compute_dtype
         self._previous_codes: dict[str, torch.Tensor] | None = {} if track_codes and self.quantized else None
         self._shapes = checkpoint_shapes(self.path)

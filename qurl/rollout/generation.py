@@ -169,7 +169,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 dtype,
                 code_bits=self.code_bits,
                 accelerator=self.accelerator,
-                url=self.server_base_url or f"http://{self.server_host}:{self.server_port}",
+                url=self.server_base_url or _url(self.server_host, self.server_port),
                 max_model_len=self.max_model_length,
                 connect_seconds=self.server_timeout,
                 call_seconds=self.call_timeout,
@@ -357,6 +357,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             engine.close()
         self._engines.clear()
         self._temporary.cleanup()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _adapted_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:

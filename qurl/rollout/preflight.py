@@ -57,13 +57,46 @@ def require_vllm() -> None:
         )
 
 
+def read_config(folder: Path, model: str) -> dict:
+    """config.json of a model that can be quantized and served.
+
+    Raises
+    ------
+    ValueError
+        If it is damaged, already quantized, or of an architecture that is not supported.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise ValueError(
+            f"config.json of model {model!r} is damaged ({error}): save the model again."
+        ) from None
+    check_architecture(config)
+    return config
+
+
+def longest(config: dict, max_model_len: int | None, model: str) -> int:
+    """``max_model_len``, if the model was made for so many tokens; by default as many as it was made for."""
+    limit = config.get("max_position_embeddings")
+    if max_model_len is None and not limit:
+        raise ValueError(f"model {model!r} has no limit of its own: set max_model_len.")
+    if max_model_len is not None and limit and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds what {model!r} was trained for: use at most {limit}."
+        )
+    return max_model_len or limit
+
+
 def check_architecture(config: dict) -> None:
     if "quantization_config" in config:
         raise ValueError(
             "the model is already quantized (its config.json has a quantization_config): give the full-precision "
             "checkpoint, which the engine quantizes itself."
         )
-    if any(
+    dense = all(key in config for key in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
+    if not dense or any(
         key in config
         for key in ("vision_config", "audio_config", "num_experts", "num_local_experts", "n_routed_experts")
     ):

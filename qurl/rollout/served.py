@@ -5,7 +5,6 @@ The main process talks to the server; the others take part in gathering shards a
 
 import collections
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -18,8 +17,8 @@ import torch
 import vllm
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from filelock import BaseFileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from qurl import arguments
@@ -27,12 +26,14 @@ from qurl.processes import on_main
 from qurl.quantization import FORMATS, get_format, is_quantized_name
 from qurl.rollout.client import RolloutClient, ServerError, ServerLostError
 from qurl.rollout.engine import FULL_PRECISION, RolloutError, Rollouts
+from qurl.rollout.handover import own_folder, trainer_lock, weights_file
 from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, digest
 
 # Of a model's config what says nothing about the function it computes.
 _NO_MATTER = {
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "qurl_uaq_scale",
-    "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "quantization_config",
+    "qurl_uaq_scale", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
 
@@ -91,15 +92,13 @@ class ServedEngine:
         # The last complete sync, by a name that nobody else can have given.
         self._weights: str | None = None
         self._client: RolloutClient | None = None
+        self._lock: BaseFileLock | None = None
 
         def connect() -> dict:
             self._client = RolloutClient(
                 url, connect_seconds=connect_seconds, call_seconds=call_seconds, group_port=group_port
             )
-            state = self._checked_state()
-            if state["transfer"] == "nccl":
-                self._client.init_communicator(device=accelerator.device)
-            return state
+            return self._join()
 
         self._state = on_main(connect)
         self.max_model_len = max_model_len or self._state["max_model_len"]
@@ -116,11 +115,7 @@ class ServedEngine:
 
         def wait() -> dict:
             self._client.wait()
-            state = self._checked_state()
-            if state["transfer"] == "nccl":
-                self._client.close_communicator()
-                self._client.init_communicator(device=self._accelerator.device)
-            return state
+            return self._join()
 
         self._state = on_main(wait)
 
@@ -156,12 +151,17 @@ class ServedEngine:
             if self._state["transfer"] == "file":
                 # The server goes on meanwhile, and what is wrong with the parameters is found before it is touched.
                 with self._file_of(stream) as (name, sha256), self._paused():
+                    self._client.workers("qurl_begin", weights)
                     self._client.workers("qurl_load_file", name, sha256)
                     loaded = time.perf_counter()
                     self._confirm(weights, stream, check)
             else:
+                self._failure: Exception | None = None
                 with self._paused():
+                    self._client.workers("qurl_begin", weights)
                     self._client.update_named_params(self._announced(), self._as_announced(stream))
+                    if self._failure is not None:
+                        raise self._failure
                     loaded = time.perf_counter()
                     self._confirm(weights, stream, check)
         except BaseException as error:
@@ -257,10 +257,39 @@ class ServedEngine:
     def close(self) -> None:
         """Leave the server; it goes on with the last weights."""
         if self._client is not None:
-            self._client.close_communicator()
+            self._leave()
             self._client.session.close()
 
     # --- what the main process does -----------------------------------------------------------------------------------
+
+    def _join(self) -> dict:
+        """Be the one trainer of the server, if it is one that may be used; returns its own account."""
+        self._leave()
+        state = self._checked_state()
+        if state["transfer"] == "nccl":
+            self._client.init_communicator(device=self._accelerator.device)
+            return state
+        try:
+            self._lock = trainer_lock(own_folder(state["handover"]))
+            self._lock.acquire()
+        except Timeout:
+            self._lock = None
+            raise ServerError(
+                f"the server at {self.url} follows another trainer's policy: wait for that one, or start a server of "
+                "your own."
+            ) from None
+        except (ValueError, OSError) as error:
+            raise ServerError(
+                f"the server at {self.url} takes weights through a file, but runs on another machine, or as another "
+                f"user ({error}): start it on this one, or with --transfer nccl between GPUs."
+            ) from None
+        return state
+
+    def _leave(self) -> None:
+        self._client.close_communicator()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _share_of(self, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
         """The prompts of all processes, and where those of this one begin."""
@@ -274,7 +303,7 @@ class ServedEngine:
     def _checked_state(self) -> dict:
         """The server's own account, if it is one that this trainer may use."""
         try:
-            (state, *_) = self._client.workers("qurl_state")
+            state = self._client.workers("qurl_state")[0]
         except ServerLostError:
             raise
         except ServerError as error:
@@ -282,6 +311,14 @@ class ServedEngine:
                 f"the server at {self.url} was not started by qurl serve, which adds what a trainer needs: start it so "
                 f"({error})"
             ) from None
+        try:
+            return self._accepted(state)
+        except (KeyError, TypeError, AttributeError):
+            raise ServerError(
+                f"the server at {self.url} gives no full account of itself: start it with the same version of qurl."
+            ) from None
+
+    def _accepted(self, state: dict) -> dict:
         start = f"qurl serve --dtype {self.dtype}"
         for name, theirs, ours, fix in (
             ("rollout_dtype", state["dtype"], self.dtype, start),
@@ -306,7 +343,7 @@ class ServedEngine:
                     f"the server at {self.url} has {name}={theirs!r} where this trainer has {ours!r}: use {fix}."
                 )
         for name in sorted(self._config.keys() & state["config"].keys() - _NO_MATTER):
-            if self._config[name] != state["config"][name]:
+            if not name.endswith("dropout") and self._config[name] != state["config"][name]:
                 raise ServerError(
                     f"the server at {self.url} serves another model than the policy: its config has {name}="
                     f"{state['config'][name]!r} instead of {self._config[name]!r}; start it with the policy's model."
@@ -315,11 +352,6 @@ class ServedEngine:
             raise ServerError(
                 f"rollout_transfer={self._transfer!r} does not go with the server at {self.url}, which was started "
                 f"with --transfer {state['transfer']}: use the same, or 'auto'."
-            )
-        if state["transfer"] == "file" and not Path(state["handover"]).is_dir():
-            raise ServerError(
-                f"the server at {self.url} takes weights through a file, but runs on another machine or as another "
-                "user: start it on this one, or with --transfer nccl between GPUs."
             )
         if (self._asked_length or 0) > state["max_model_len"]:
             raise ServerError(
@@ -355,6 +387,9 @@ class ServedEngine:
             prompts,
             max_tokens=max_tokens,
             temperature=temperature,
+            vocabulary=self._config["vocab_size"],
+            # The trainer's end tokens and no other: not those of the server's own tokenizer.
+            ignore_eos=True,
             stop_token_ids=stop if isinstance(stop, list) else [] if stop is None else [stop],
         )
         rollouts = Rollouts(
@@ -402,25 +437,21 @@ class ServedEngine:
     def _file_of(self, stream: SentTensors) -> Iterator[tuple[str, str]]:
         """Name and SHA-256 of a file in the server's folder, for as long as the server reads it."""
         folder = Path(self._state["handover"])
-        for left in folder.glob("*.safetensors"):  # of a trainer that was killed
-            left.unlink(missing_ok=True)
-        file = folder / f"{uuid.uuid4().hex}.safetensors"
-        try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in self._tensors(stream)}, file)
-            with open(file, "rb") as content:
-                sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-            yield file.name, sha256
-        except (OSError, SafetensorError) as error:
-            if not folder.is_dir():
-                raise ServerLostError(
-                    f"the vLLM server at {self.url} has been stopped: its folder is gone."
+        with contextlib.ExitStack() as stack:
+            try:
+                named = stack.enter_context(weights_file(folder, self._tensors(stream)))
+            except (OSError, SafetensorError) as error:
+                if stream.source_error is not None:
+                    raise
+                if not folder.is_dir():
+                    raise ServerLostError(
+                        f"the vLLM server at {self.url} has been stopped: its folder is gone."
+                    ) from None
+                raise ServerError(
+                    f"the weights cannot be handed to the server at {self.url} ({error}): free memory in {folder}, "
+                    "or start the server again."
                 ) from None
-            raise ServerError(
-                f"the weights cannot be handed to the server at {self.url} ({error}): free memory in {folder}, "
-                "or start the server again."
-            ) from None
-        finally:
-            file.unlink(missing_ok=True)
+            yield named
 
     def _announced(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each tensor that an update through NCCL sends, in order."""
@@ -434,15 +465,36 @@ class ServedEngine:
         return announced
 
     def _as_announced(self, stream: SentTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors themselves, on the GPU; one that was not announced would be read as another."""
-        expected = iter(self._announced())
-        for name, tensor in self._tensors(stream):
-            found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            if found != (announced := next(expected, None)):
-                raise RolloutError(f"the policy's parameter {found} comes where {announced} was announced.")
+        """The tensors themselves, on the GPU; one that was not announced would be read as another.
+
+        The server waits for all that was announced: after a failure zeros are sent in its place, and not confirmed.
+        """
+        tensors = self._tensors(stream)
+        for name, dtype, shape in self._announced():
+            tensor = None
+            if self._failure is None:
+                try:
+                    tensor = _next_of(tensors, name, getattr(torch, dtype), shape)
+                except Exception as error:
+                    self._failure = error
+            if tensor is None:
+                tensor = torch.zeros(shape, dtype=getattr(torch, dtype))
             yield name, tensor.to(self._accelerator.device)
 
 
 def _read(source: Iterator) -> None:
     """To its end: what a collective operation comes with."""
     collections.deque(source, maxlen=0)
+
+
+def _next_of(
+    tensors: Iterator[tuple[str, torch.Tensor]], name: str, dtype: torch.dtype, shape: list[int]
+) -> torch.Tensor:
+    """The next tensor, if it is the one that was announced."""
+    found, tensor = next(tensors, (None, torch.empty(0)))
+    if (found, tensor.dtype, list(tensor.shape)) != (name, dtype, shape):
+        raise RolloutError(
+            f"the policy's parameter {found} of shape {tuple(tensor.shape)} comes where {name} of {tuple(shape)} was "
+            "announced to the server: pass the named parameters of the same model, whole and in its order."
+        )
+    return tensor

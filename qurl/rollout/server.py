@@ -8,12 +8,10 @@ It begins with the start checkpoint, quantized, and can be asked like any server
 """
 
 import contextlib
-import ctypes
 import ipaddress
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,14 +26,16 @@ import torch
 from qurl import arguments
 from qurl.models import resolve_model
 from qurl.quantization import FORMATS, export_checkpoint, get_format
-from qurl.rollout.client import RolloutClient
+from qurl.rollout.client import RolloutClient, ServerError
 from qurl.rollout.engine import DTYPES, FULL_PRECISION, RolloutError
+from qurl.rollout.handover import handover_folder
 from qurl.rollout.log import last_lines, new_log_path
 from qurl.rollout.preflight import (
-    check_architecture,
     check_heads,
     hardware_name,
     kv_cache_bytes,
+    longest,
+    read_config,
     require_vllm,
 )
 from qurl.rollout.sync import checkpoint_bytes
@@ -43,11 +43,10 @@ from qurl.rollout.sync import checkpoint_bytes
 logger = logging.getLogger(__name__)
 
 TRANSFERS = ("auto", "file", "nccl")
-# Folders through which trainers hand weights over: `qurl-serve-<process>-…`, of memory where there is enough.
-_PREFIX = "qurl-serve-"
-_SHARED_MEMORY = Path("/dev/shm")
 _STOP_SECONDS = 20.0
-_PR_SET_PDEATHSIG = 1
+# Ends a server when its standard input closes: when the process that started the server is gone, killed without a
+# chance to say so.
+_WATCH = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGTERM)"
 
 
 class RolloutServer:
@@ -114,6 +113,7 @@ class RolloutServer:
         start_seconds: float = 600.0,
     ):
         self._process: subprocess.Popen | None = None
+        self._watch: subprocess.Popen | None = None
         self._folder = contextlib.ExitStack()
         arguments.model_name(model)
         arguments.choice("dtype", dtype, DTYPES)
@@ -137,22 +137,18 @@ class RolloutServer:
         arguments.number("start_seconds", start_seconds, 1, 86400)
         on_gpu = torch.cuda.is_available()
         self.transfer = transfer if transfer != "auto" else "nccl" if on_gpu else "file"
+        if not isinstance(host, str):
+            raise ValueError(f"host={host!r} is not possible: use an address such as 127.0.0.1.")
         self._check_transfer(host, on_gpu)
         require_vllm()
         path = resolve_model(model)
-        config = json.loads((path / "config.json").read_text())
-        check_architecture(config)
-        limit = config.get("max_position_embeddings")
-        if max_model_len is not None and limit and max_model_len > limit:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds what {str(model)!r} was trained for: use at most {limit}."
-            )
+        config = read_config(path, str(model))
+        max_model_len = longest(config, max_model_len, str(model))
         check_heads(config, tensor_parallel_size, str(model))
         self.host, self.port = host, _free_port(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self.log_path = new_log_path()
         self.model, self.dtype, self.code_bits = str(model), dtype, code_bits
-        max_model_len = max_model_len or limit
         options = {
             "max-model-len": max_model_len,
             "max-num-seqs": max_num_seqs,
@@ -203,6 +199,10 @@ class RolloutServer:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self._process.wait()
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.stdin.close()
+            self._watch.wait()
         self._folder.close()
 
     def _check_transfer(self, host: str, on_gpu: bool) -> None:
@@ -212,10 +212,10 @@ class RolloutServer:
                 "out."
             )
         try:
-            address = ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host)
-        except OSError as error:
+            address = ipaddress.ip_address(host if ":" in host else socket.gethostbyname(host))
+        except (OSError, ValueError, UnicodeError):
             raise ValueError(
-                f"host={host!r} is not known here ({error.strerror}): use an address of this machine."
+                f"host={host!r} is no address: use 127.0.0.1, or one of this machine's, without a port."
             ) from None
         if address.is_loopback:
             return
@@ -231,14 +231,15 @@ class RolloutServer:
         )
 
     def _start(self, path: Path, options: dict, on_gpu: bool, seconds: float) -> None:
-        exported = (
-            Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="qurl-checkpoint-"))) / "model"
-        )
-        if self.dtype in FORMATS:
-            export_checkpoint(path, exported, self.dtype, code_bits=self.code_bits)
-        else:
-            exported = path
-        self.handover = self._folder.enter_context(_handover(checkpoint_bytes(exported)))
+        with contextlib.ExitStack() as stack:
+            if self.dtype in FORMATS:
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="qurl-checkpoint-"))
+                path = export_checkpoint(path, Path(temporary, "model"), self.dtype, code_bits=self.code_bits)
+            self._launch(path, options, on_gpu)
+            self._wait_until_ready(seconds)  # it has read the checkpoint
+
+    def _launch(self, exported: Path, options: dict, on_gpu: bool) -> None:
+        self.handover = self._folder.enter_context(handover_folder(checkpoint_bytes(exported)))
         known = {
             "dtype": self.dtype,
             "code_bits": self.code_bits,
@@ -264,36 +265,45 @@ class RolloutServer:
         words += [] if on_gpu else ["--enforce-eager"]
         # A trainer speaks in token ids; whoever wants to ask in words needs the tokenizer beside the weights.
         words += [] if any(exported.glob("tokenizer*")) else ["--skip-tokenizer-init"]
+        # The trainer knows no key; it would guard the completions alone, and not the weights.
+        environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
         logger.info("Starting vLLM with %s in %s: about a minute on a CPU ...", self.model, self.dtype)
-        start = time.monotonic()
+        self._start_time = time.monotonic()
         with open(self.log_path, "a") as log:
             self._process = subprocess.Popen(
                 # The `vllm` command looks for a package of that name, which its CPU build is not.
                 [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *words],
                 env={
                     **_cores_of(0 if on_gpu else known["processes"]),
-                    **os.environ,
+                    **environment,
                     "VLLM_SERVER_DEV_MODE": "1",
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for `close`, which lets it end in order
-                preexec_fn=_end_with_parent,
             )
-        self._wait_until_ready(start, seconds)
-        self.seconds = time.monotonic() - start
+        watch = [sys.executable, "-S", "-c", _WATCH, str(self._process.pid)]
+        self._watch = subprocess.Popen(
+            watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
 
-    def _wait_until_ready(self, start: float, seconds: float) -> None:
+    def _wait_until_ready(self, seconds: float) -> None:
         while self._process.poll() is None:
-            if time.monotonic() - start > seconds:
+            self.seconds = time.monotonic() - self._start_time
+            if self.seconds > seconds:
                 raise RolloutError(
                     f"the vLLM server was not ready after {seconds:g} s. The end of {self.log_path}:\n"
                     f"{last_lines(self.log_path)}"
                 )
-            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
-                RolloutClient(self.url, connect_seconds=0, call_seconds=60, group_port=0)
-                return
+            with (
+                contextlib.suppress(OSError, ServerError),
+                socket.create_connection((self.host, self.port), 1),
+            ):
+                client = RolloutClient(self.url, connect_seconds=0, call_seconds=60, group_port=0)
+                # Another server may have taken the port meanwhile.
+                if client.workers("qurl_state")[0].get("handover") == str(self.handover):
+                    return
             time.sleep(0.25)
         raise RolloutError(
             f"the vLLM server ended with status {self._process.returncode} before it was ready. The end of "
@@ -308,12 +318,6 @@ def _cores_of(processes: int) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::processes] or [cores[rank % len(cores)]] for rank in range(processes)]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
-
-
-def _end_with_parent() -> None:
-    """In the new process: be told to end when the one that started it is gone, killed without a chance to say so."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _session(leader: int) -> list[psutil.Process]:
@@ -337,24 +341,3 @@ def _free_port(host: str, port: int) -> int:
         raise ValueError(
             f"port={port} at host={host!r} is not free ({error.strerror}): use another port, or 0 for any."
         ) from None
-
-
-@contextlib.contextmanager
-def _handover(size: int):
-    """A folder that this user alone can read, in memory if two updates of ``size`` bytes fit there.
-
-    Folders of servers that were killed are removed first: they would fill the memory.
-    """
-    for left in _SHARED_MEMORY.glob(f"{_PREFIX}*"):
-        process = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if left.owner() == Path.home().owner() and process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
-    in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
-    if not in_memory:
-        logger.warning(
-            "Shared memory is too small for an update of %.1f GB: updates go through files.", size / 1e9
-        )
-    with tempfile.TemporaryDirectory(
-        prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED_MEMORY if in_memory else None
-    ) as folder:
-        yield Path(folder)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import vllm
 from safetensors.torch import load_file
@@ -63,6 +64,8 @@ class RolloutWorker:
 
     # Which sync the weights are of: the trainer's name for it. None from the start, and after a load that failed.
     qurl_weights: str | None = None
+    # The sync that has begun.
+    qurl_loading: str | None = None
 
     def qurl_forget_step(self) -> None:
         """Drop what an interrupt left between running the model and drawing tokens; vLLM would stumble over it."""
@@ -103,7 +106,8 @@ class RolloutWorker:
 
         compiled_activation = unavailable("int8") is None
 
-        self.model_runner.sampler = InversionSampler(self.model_runner.sampler.logprobs_mode, seed)
+        sampler = InversionSampler(self.model_runner.sampler.logprobs_mode, self._qurl_own_seed(seed))
+        self.model_runner.sampler = sampler
         for module in self.model_runner.get_model().modules():
             if type(module) is SiluAndMul and compiled_activation:
                 module._forward_method = silu_and_mul
@@ -113,9 +117,17 @@ class RolloutWorker:
                 module._forward_method = functools.partial(_rms_norm, module)
 
     def qurl_reseed(self, seed: int) -> None:
-        """Restart the sampler's random numbers, where they are its own."""
+        """Restart the sampler's random numbers, where they are its own; on a GPU those of a server's process."""
+        seed = self._qurl_own_seed(seed)
         if (reseed := getattr(self.model_runner.sampler, "reseed", None)) is not None:
             reseed(seed)
+        elif "qurl_server" in self.vllm_config.additional_config:
+            torch.cuda.manual_seed(seed)
+
+    def _qurl_own_seed(self, seed: int) -> int:
+        """Replicas must not draw the same completions; processes that share a layer must."""
+        replica = self.vllm_config.parallel_config.data_parallel_index
+        return seed if not replica else int(np.random.SeedSequence([seed, replica]).generate_state(1)[0])
 
     def qurl_load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors named and shaped as in a checkpoint of the engine's format into the live model.
@@ -173,6 +185,10 @@ class RolloutWorker:
             **self.qurl_kernel(),
         }
 
+    def qurl_begin(self, weights: str) -> None:
+        """From now on this process holds no sync's weights, until ``weights`` are confirmed."""
+        self.qurl_weights, self.qurl_loading = None, weights
+
     def qurl_load_file(self, name: str, sha256: str) -> None:
         """`qurl_load_weights` from a safetensors file that the trainer has put into the server's own folder.
 
@@ -181,7 +197,6 @@ class RolloutWorker:
         ValueError
             Where the name leads elsewhere, or the file is not the one whose checksum was sent.
         """
-        self.qurl_weights = None
         path = Path(self.vllm_config.additional_config["qurl_server"]["handover"], name)
         if Path(name).name != name or path.suffix != ".safetensors":
             raise ValueError(f"{name!r} is no file in the folder of this server.")
@@ -208,6 +223,8 @@ class RolloutWorker:
             With the names of the layers that are wrong.
         """
         self.qurl_weights = None
+        if self.qurl_loading != weights:
+            raise RuntimeError("this server has been given the weights of another trainer meanwhile.")
         if bad := self.qurl_bad_scales():
             raise RuntimeError(
                 f"the scales of {', '.join(bad[:3])} are not finite and positive after the sync."
