@@ -398,7 +398,7 @@ class QuRLConfig(GRPOConfig):
                 r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?",
                 "http://127.0.0.1:8000",
             ),
-            ("vllm_server_host", r"[\w.-]+|[0-9a-fA-F:.]*::?[0-9a-fA-F:.]*", "127.0.0.1, without a port"),
+            ("vllm_server_host", r"[\w.-]+|(?=.*:.*:)[0-9a-fA-F:.]+", "127.0.0.1, without a port"),
         ):
             value = getattr(self, name)
             if value is None and name == "vllm_server_base_url":

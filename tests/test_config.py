@@ -97,7 +97,24 @@ def test_docstring_and_help_name_every_added_field():
         ({"vllm_mode": "server", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_mode": "server", "mismatch_action": "full_precision"}, "mismatch_action='full_precision'"),
         ({"vllm_server_base_url": "localhost:8000"}, "vllm_server_base_url='localhost:8000'"),
-        ({"vllm_server_base_url": "http://a/v1"}, "vllm_server_base_url='http://a/v1'"),
+        *(
+            ({"vllm_server_base_url": value}, f"vllm_server_base_url={value!r}")
+            for value in (
+                "http://a/v1",
+                "http://me:secret@a",
+                "http://a?x",
+                "http://a:999999",
+                "http://:8000",
+                "",
+                8,
+            )
+        ),
+        *(
+            ({"vllm_server_host": value}, f"vllm_server_host={value!r}")
+            for value in ("http://127.0.0.1", "127.0.0.1:8000", "", None)
+        ),
+        ({"rollout_timeout": math.inf}, "rollout_timeout=inf"),
+        ({"vllm_server_timeout": math.nan}, "vllm_server_timeout=nan"),
         ({"vllm_server_port": 0}, "vllm_server_port=0"),
         ({"rollout_transfer": "mpi"}, "rollout_transfer='mpi'"),
         ({"rollout_timeout": 0}, "rollout_timeout=0"),
@@ -242,3 +259,19 @@ def test_optimizer_steps_per_generation_batch(
     )
     assert made.optimizer_steps_per_batch == steps
     assert made.proximal_is_current is current
+
+
+def test_addresses_of_servers():
+    for name, values in (
+        ("vllm_server_base_url", ("http://127.0.0.1:8000", "https://node-1.local", "http://[::1]:8000/")),
+        ("vllm_server_host", ("127.0.0.1", "node-1.local", "::1", "fe80::2")),
+    ):
+        for value in values:
+            assert getattr(QuRLConfig(vllm_mode="server", **{name: value}), name) == value
+
+
+def test_processes_do_not_give_up_before_a_server_counts_as_hanging(monkeypatch):
+    monkeypatch.setattr(QuRLConfig, "world_size", 2)
+    QuRLConfig(vllm_mode="server")  # the defaults go together
+    with pytest.raises(ValueError, match="rollout_timeout=1200 is too long for ddp_timeout=1800"):
+        QuRLConfig(vllm_mode="server", rollout_timeout=1200)
