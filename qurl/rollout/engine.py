@@ -360,7 +360,8 @@ class RolloutEngine:
             with self._logged("sync", ValueError):
                 self._call("qurl_load_weights", stream)
                 loaded = time.perf_counter()
-                self._check_complete(stream.names)
+                if stream.left_out:
+                    raise RolloutError(stream.left_out)
                 if check:
                     self._check_weights(stream)
                 # Only now: a reset in the middle would let entries of the old weights back in.
@@ -380,17 +381,7 @@ class RolloutEngine:
         if self._previous_codes is not None:
             self._previous_codes = stream.codes
         layers = self._call("qurl_linear_layers")
-        end = time.perf_counter()
-        return SyncReport(
-            seconds=end - start,
-            quantize_seconds=stream.seconds,
-            load_seconds=loaded - start - stream.seconds,
-            check_seconds=end - loaded,
-            bytes=stream.bytes,
-            quantized_layers=sum(kernel is not None for kernel in layers.values()),
-            full_precision_layers=sum(kernel is None for kernel in layers.values()),
-            codes_changed=stream.codes_changed,
-        )
+        return stream.report(start, loaded, layers)
 
     def generate(
         self,
@@ -620,15 +611,6 @@ class RolloutEngine:
                     f"prompt {index} of {len(ids)} tokens and max_tokens={max_tokens} exceed max_model_len="
                     f"{self.max_model_len}: raise max_model_len, or shorten one of them."
                 )
-
-    def _check_complete(self, names: set[str]) -> None:
-        """A sync must bring every parameter of the checkpoint."""
-        missing = sorted(self._shapes.keys() - names)
-        if missing:
-            raise RolloutError(
-                f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all "
-                "named parameters of the policy, adapters merged."
-            )
 
     def _check_weights(self, stream: "SentTensors") -> None:
         if not self.quantized:

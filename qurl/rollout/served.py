@@ -173,21 +173,11 @@ class ServedEngine:
             self._check_layers(layers)
             self._complete([[0]], max_tokens=1, temperature=0.0)
         self._previous_codes = stream.codes
-        end = time.perf_counter()
-        report = SyncReport(
-            seconds=end - start,
-            quantize_seconds=stream.seconds,
-            load_seconds=loaded - start - stream.seconds,
-            check_seconds=end - loaded,
-            bytes=self._sent_bytes,
-            quantized_layers=sum(kernel is not None for kernel in layers.values()),
-            full_precision_layers=sum(kernel is None for kernel in layers.values()),
-            codes_changed=stream.codes_changed,
-        )
-        return report, weights
+        return stream.report(start, loaded, layers, self._sent_bytes), weights
 
     def _confirm(self, weights: str, stream: SentTensors, check: bool) -> None:
-        self._require_complete(stream.names)
+        if stream.left_out:
+            raise RolloutError(stream.left_out)
         sent = {name: digest(codes, scale) for name, (codes, scale) in stream.sample.items()}
         self._client.workers("qurl_confirm", weights, sent if check else {})
         # Only now: a reset in the middle would let entries of the old weights back in.
@@ -405,14 +395,6 @@ class ServedEngine:
                 f"the server at {self.url} has broken off rollouts: another trainer uses it, too."
             )
         return rollouts
-
-    def _require_complete(self, names: set[str]) -> None:
-        missing = sorted(self._shapes.keys() - names)
-        if missing:
-            raise RolloutError(
-                f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all named parameters "
-                "of the policy, adapters merged."
-            )
 
     def _check_layers(self, layers: dict[str, str | None]) -> None:
         unquantized = [name for name, kernel in layers.items() if kernel is None]

@@ -122,6 +122,7 @@ class SentTensors:
         previous_codes: dict | None,
         shapes: dict[str, tuple[int, ...]],
     ):
+        self._shapes = shapes
         checked = only_what_fits(self._noting_errors(named_params), shapes)
         self._source = quantized_named_tensors(checked, dtype, code_bits) if dtype in FORMATS else checked
         self._previous_codes = previous_codes
@@ -170,6 +171,43 @@ class SentTensors:
         except BaseException as error:
             self.source_error = error
             raise
+
+    @property
+    def left_out(self) -> str | None:
+        """What is wrong where parameters of the checkpoint did not come: a sync must bring each."""
+        missing = sorted(self._shapes.keys() - self.names)
+        if not missing:
+            return None
+        return (
+            f"the sync left out {len(missing)} parameters ({', '.join(missing[:3])}, …): pass all named parameters of "
+            "the policy, adapters merged."
+        )
+
+    def report(
+        self, start: float, loaded: float, layers: dict[str, str | None], sent_bytes: int | None = None
+    ) -> SyncReport:
+        """Of a sync that ends now.
+
+        Parameters
+        ----------
+        start, loaded : float
+            When it began and when everything was loaded, on the clock of ``time.perf_counter``.
+        layers : dict
+            Kernel of each linear layer by name, None in full precision.
+        sent_bytes : int, optional
+            Where they are not those of this iterator's tensors.
+        """
+        end = time.perf_counter()
+        return SyncReport(
+            seconds=end - start,
+            quantize_seconds=self.seconds,
+            load_seconds=loaded - start - self.seconds,
+            check_seconds=end - loaded,
+            bytes=self.bytes if sent_bytes is None else sent_bytes,
+            quantized_layers=sum(kernel is not None for kernel in layers.values()),
+            full_precision_layers=sum(kernel is None for kernel in layers.values()),
+            codes_changed=self.codes_changed,
+        )
 
     @property
     def codes_changed(self) -> float | None:
