@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -509,6 +510,22 @@ def test_what_is_not_possible_is_said_before_anything_starts(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutServer("tiny", **options)
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged (it is no JSON object)"),
+        ('{"model_type": "gpt2", "n_head": 12}', "only dense decoder-only text models"),
+        ('{"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 8}', "set max_model_len"),
+    ],
+)
+def test_a_model_that_cannot_be_served(tmp_path, config, message):
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RolloutServer(tmp_path, port=0)
 
 
 def test_a_port_that_is_taken(server):
