@@ -271,6 +271,14 @@ class QuRLConfig(GRPOConfig):
                 if not _is_finite(value) or value < 0:
                     raise ValueError(f"{name}={value!r} is not possible: use a finite number of 0 or more.")
                 setattr(self, name, float(value))
+        if (
+            self.warmup_steps
+            and str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) == "constant"
+        ):
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps:g} has no effect with lr_scheduler_type='constant': use "
+                "'constant_with_warmup', or leave it out."
+            )
         for name, most in _SHARES.items():
             setattr(self, name, arguments.number(name, getattr(self, name), 0, most))
         weights = self.reward_weights

@@ -240,6 +240,8 @@ def train(
         on_main(lambda: write_whole(folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False)))
         before = _judge(trainer, judges, run, config, folder / "samples-before")
         checkpoint = on_main(lambda: last_complete_checkpoint(folder))
+        if checkpoint is not None:
+            logger.info("Going on from %s.", checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.state.global_step < trainer.state.max_steps:
             raise TrainingError(
@@ -498,6 +500,10 @@ def main(argv: list[str]) -> int:
     except (TrainingError, RolloutError) as error:
         print(f"qurl train: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if is_main:
+            print("qurl train: stopped; the same command goes on from its last checkpoint.", file=sys.stderr)
+        return 130
     if config.distributed_state.is_main_process:
         print(summary(result, config.output_dir))
     config.distributed_state.destroy_process_group()

@@ -113,6 +113,7 @@ def test_docstring_and_help_name_every_added_field():
             ({"vllm_server_host": value}, f"vllm_server_host={value!r}")
             for value in ("http://127.0.0.1", "127.0.0.1:8000", "", None)
         ),
+        ({"warmup_steps": 4, "lr_scheduler_type": "constant"}, "warmup_steps=4"),
         ({"rollout_timeout": math.inf}, "rollout_timeout=inf"),
         ({"vllm_server_timeout": math.nan}, "vllm_server_timeout=nan"),
         ({"vllm_server_port": 0}, "vllm_server_port=0"),

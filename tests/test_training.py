@@ -309,7 +309,8 @@ def test_a_finished_run_is_read_and_another_refused(finished_run, caplog):
         train(run, QuRLConfig(**options | {"per_device_train_batch_size": 32, "objective": "tis"}))
 
 
-def test_a_killed_run_resumes_from_the_command_line(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_resumes_from_the_command_line(tmp_path, number):
     command = [
         sys.executable, "-m", "qurl.cli", "train", "--output_dir", str(tmp_path / "run"), "--max_steps", "40",
         "--save_steps", "5", "--eval_k", "0", "--per_device_train_batch_size", "16", "--save_total_limit", "2",
@@ -323,10 +324,17 @@ def test_a_killed_run_resumes_from_the_command_line(tmp_path):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
     finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.communicate()
+        os.killpg(first.pid, number)
+        output = first.communicate(timeout=60)[0].decode()
+    if number == signal.SIGINT:
+        assert first.returncode == 130
+        assert output.strip().endswith(
+            "qurl train: stopped; the same command goes on from its last checkpoint."
+        )
+        assert "Traceback" not in output
     second = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert second.returncode == 0, second.stderr
+    assert "Going on from" in second.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["resumed"] and result["steps"] == 40
     assert pd.read_csv(tmp_path / "run" / "metrics.csv")["step"].tolist() == list(range(1, 41))

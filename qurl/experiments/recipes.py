@@ -125,6 +125,7 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "task": Choice("dapo", f"{QURL}, Table 2"),
             "eval_tasks": Choice(["aime24"], f"{QURL}, Table 2"),
             "learning_rate": Choice(1e-6, f"{QURL}, Table 2"),
+            "lr_scheduler_type": Choice("constant_with_warmup", DAPO),
             "warmup_steps": Choice(160, f"{DAPO}: 10 rollout batches of 16 optimizer steps"),
             "weight_decay": Choice(0.1, DAPO),
             "num_generations": Choice(16, DAPO),

@@ -63,8 +63,9 @@ class RolloutClient(VLLMClient):
                 return
             except ServerError as error:
                 if time.monotonic() + retry_interval > deadline:
+                    reason = str(error).rstrip(".")
                     raise ServerLostError(
-                        f"no vLLM server answers at {self.url} ({error}): start one with qurl serve, or name its "
+                        f"no vLLM server answers at {self.url} ({reason}): start one with qurl serve, or name its "
                         "address with vllm_server_base_url, or vllm_server_host and vllm_server_port."
                     ) from None
             time.sleep(retry_interval)

@@ -259,12 +259,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             with self.named_params() as parameters:
                 report = engine.sync(parameters, check=self.check)
         except ServerLostError as error:
-            logger.warning("%s; waiting up to %.0f s for it to come back.", error, self.server_timeout)
-            engine.reconnect()
+            self._await_server(engine, error)
             with self.named_params() as parameters:
                 report = engine.sync(parameters, check=self.check)
         self._synced[dtype] = self._version
         return report
+
+    def _await_server(self, engine: ServedEngine, error: ServerLostError) -> None:
+        reason = str(error).rstrip(".")
+        logger.warning("%s; training waits up to %.0f s for it to come back.", reason, self.server_timeout)
+        engine.reconnect()
+        logger.warning("The server at %s is back, and is given the policy anew.", engine.url)
 
     def _sample(self, prompts: list[list[int]]) -> Rollouts:
         """From the engine that holds the policy; what a server has sampled with other weights is thrown away."""
@@ -275,8 +280,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         try:
             return engine.sample(prompts, **sampling)
         except ServerLostError as error:
-            logger.warning("%s; waiting up to %.0f s for it to come back.", error, self.server_timeout)
-            engine.reconnect()
+            self._await_server(engine, error)
             self.last_sync = self._sync(self.dtype)
             return engine.sample(prompts, **sampling)
 
