@@ -330,7 +330,13 @@ def test_a_stock_server_is_named_as_such():
         engine_of(url, connect_seconds=0.1)
 
 
-CHOICE = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "length"}
+CHOICE = {
+    "index": 0,
+    "prompt_token_ids": [5],
+    "token_ids": [5],
+    "logprobs": {"token_logprobs": [-0.5]},
+    "finish_reason": "length",
+}
 
 
 @pytest.mark.parametrize(
@@ -338,6 +344,7 @@ CHOICE = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, 
     [
         {},
         {"index": 1},
+        {"prompt_token_ids": [1, 5]},
         {"token_ids": []},
         {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-0.5]}},
         {"token_ids": [10**9]},
@@ -484,6 +491,66 @@ def metrics(folder: Path):
 
     with open(folder / "metrics.csv") as file:
         return list(csv.DictReader(file))
+
+
+# --- through NCCL, whose calls can be looked at without a GPU ---------------------------------------------------------
+
+
+@pytest.fixture
+def announced(engine, monkeypatch):
+    """An engine whose server takes NCCL, and a list of what was done: (announced, received) or a worker's method."""
+    calls = []
+
+    def update(metadata, named_tensors):
+        received = [
+            (name, str(t.dtype).removeprefix("torch."), list(t.shape), t) for name, t in named_tensors
+        ]
+        calls.append((metadata, received))
+
+    monkeypatch.setitem(engine._state, "transfer", "nccl")
+    monkeypatch.setattr(engine._client, "update_named_params", update)
+    monkeypatch.setattr(engine._client, "workers", lambda method, *_: calls.append(method) or [{}])
+    monkeypatch.setattr(engine._client, "post", lambda path: calls.append(path) or {})
+    monkeypatch.setattr(engine, "_complete", lambda *_, **__: None)
+    monkeypatch.setattr(engine, "_check_layers", lambda _: None)
+    return engine, calls
+
+
+def test_nccl_is_told_what_comes_and_gets_codes_and_scales(announced, weights):
+    engine, calls = announced
+    report = engine.sync(weights[0].items())
+    assert [call for call in calls if isinstance(call, str)] == [
+        "/pause?mode=abort", "qurl_begin", "qurl_confirm", "/reset_prefix_cache", "/resume", "qurl_linear_layers"
+    ]  # fmt: skip
+    metadata, received = calls[2]
+    assert [(name, dtype, shape) for name, dtype, shape, _ in received] == metadata
+    assert sum(tensor.nbytes for *_, tensor in received) == report.bytes
+    sent = {name: tensor for name, *_, tensor in received}
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes, scale = quantize(weights[0][name], "int8")
+    assert torch.equal(sent[name], codes) and torch.equal(sent[name + "_scale"], scale)
+    assert sent["model.norm.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("fault", ["nan", "order"])
+def test_nccl_is_given_all_that_was_announced_and_nothing_is_confirmed(announced, weights, fault):
+    """A server in the middle of receiving would wait for ever, and its trainer with it."""
+    engine, calls = announced
+    tensors = dict(weights[0])
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "nan":
+        tensors[name] = torch.full_like(tensors[name], float("nan"))
+    else:
+        tensors = {name: tensors.pop(name), **tensors}
+    with pytest.raises(
+        (ValueError, RolloutError), match=name if fault == "nan" else "was announced to the server"
+    ):
+        engine.sync(tensors.items())
+    metadata, received = calls[2]
+    assert [(name, dtype, shape) for name, dtype, shape, _ in received] == metadata
+    assert "qurl_confirm" not in calls and calls[-1] == "/resume"
+    with pytest.raises(RolloutError, match="sync again"):
+        greedy(engine)
 
 
 # --- starting and stopping --------------------------------------------------------------------------------------------

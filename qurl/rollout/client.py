@@ -131,7 +131,9 @@ class RolloutClient(VLLMClient):
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             faulty = [choice["index"] for choice in choices] != list(range(len(prompts))) or not all(
-                _is_completion(choice, max_tokens, vocabulary) for choice in choices
+                # The prompt as it was sent: nothing added, such as another start token.
+                choice["prompt_token_ids"] == prompt and _is_completion(choice, max_tokens, vocabulary)
+                for choice, prompt in zip(choices, prompts, strict=True)
             )
         except (KeyError, TypeError, AttributeError):
             faulty = True

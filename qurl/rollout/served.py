@@ -27,7 +27,7 @@ from qurl.quantization import FORMATS, get_format, is_quantized_name
 from qurl.rollout.client import RolloutClient, ServerError, ServerLostError
 from qurl.rollout.engine import FULL_PRECISION, RolloutError, Rollouts
 from qurl.rollout.handover import own_folder, trainer_lock, weights_file
-from qurl.rollout.sync import SentTensors, SyncReport, checkpoint_shapes, digest
+from qurl.rollout.sync import SentTensors, SyncReport, config_shapes, digest
 
 # Of a model's config what says nothing about the function it computes.
 _NO_MATTER = {
@@ -86,7 +86,7 @@ class ServedEngine:
         self.log_path = url
         self._accelerator, self._transfer, self._seed = accelerator, transfer, seed
         self._config = json.loads(AutoConfig.from_pretrained(folder).to_json_string(use_diff=False))
-        self._shapes = checkpoint_shapes(folder)
+        self._shapes = config_shapes(folder)
         self._previous_codes: dict[str, torch.Tensor] = {}
         self._asked_length = max_model_len
         # The last complete sync, by a name that nobody else can have given.

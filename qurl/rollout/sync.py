@@ -260,13 +260,18 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
+def config_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of the model that a config describes, in the order of its ``named_parameters``."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter of a checkpoint, by name: from the headers of its files, else from its config."""
     if not any(folder.glob("*.safetensors")):
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return config_shapes(folder)
     shapes = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
