@@ -18,6 +18,11 @@ _PROMPT_ANSWER = 60.0
 _RETRY_EVERY = 2.0
 
 
+def server_url(host: str, port: int) -> str:
+    """Address of a server; an IPv6 host stands in brackets."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class ServerError(RolloutError):
     """The server cannot be used: another model, format or version, or a call that it refuses."""
 

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from qurl.quantization import is_quantized_name
-from qurl.rollout.client import ServerLostError
+from qurl.rollout.client import ServerLostError, server_url
 from qurl.rollout.engine import RolloutEngine, Rollouts
 from qurl.rollout.served import ServedEngine
 from qurl.rollout.sync import SyncReport
@@ -98,7 +98,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         stop_token_ids: list[int],
         seed: int,
         transfer: str = "auto",
-        call_timeout: float = 1800.0,
+        call_timeout: float = 900.0,
         **options,
     ):
         self.train_dtype, self.code_bits = dtype, code_bits
@@ -169,7 +169,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 dtype,
                 code_bits=self.code_bits,
                 accelerator=self.accelerator,
-                url=self.server_base_url or _url(self.server_host, self.server_port),
+                url=self.server_base_url or server_url(self.server_host, self.server_port),
                 max_model_len=self.max_model_length,
                 connect_seconds=self.server_timeout,
                 call_seconds=self.call_timeout,
@@ -361,10 +361,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             engine.close()
         self._engines.clear()
         self._temporary.cleanup()
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _adapted_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -24,9 +24,10 @@ import psutil
 import torch
 
 from qurl import arguments
+from qurl.config import ROLLOUT_TRANSFERS
 from qurl.models import resolve_model
 from qurl.quantization import FORMATS, export_checkpoint, get_format
-from qurl.rollout.client import RolloutClient, ServerError
+from qurl.rollout.client import RolloutClient, ServerError, server_url
 from qurl.rollout.engine import DTYPES, FULL_PRECISION, RolloutError
 from qurl.rollout.handover import handover_folder
 from qurl.rollout.log import last_lines, new_log_path
@@ -42,7 +43,6 @@ from qurl.rollout.sync import checkpoint_bytes
 
 logger = logging.getLogger(__name__)
 
-TRANSFERS = ("auto", "file", "nccl")
 _STOP_SECONDS = 20.0
 # Ends a server when its standard input closes: when the process that started the server is gone, killed without a
 # chance to say so.
@@ -117,7 +117,7 @@ class RolloutServer:
         self._folder = contextlib.ExitStack()
         arguments.model_name(model)
         arguments.choice("dtype", dtype, DTYPES)
-        arguments.choice("transfer", transfer, TRANSFERS)
+        arguments.choice("transfer", transfer, ROLLOUT_TRANSFERS)
         code_bits = arguments.whole_number("code_bits", code_bits, 2, 8)
         if dtype in FORMATS:
             get_format(dtype).levels(code_bits)
@@ -146,7 +146,7 @@ class RolloutServer:
         max_model_len = longest(config, max_model_len, str(model))
         check_heads(config, tensor_parallel_size, str(model))
         self.host, self.port = host, _free_port(host, port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.url = server_url(host, self.port)
         self.log_path = new_log_path()
         self.model, self.dtype, self.code_bits = str(model), dtype, code_bits
         options = {
