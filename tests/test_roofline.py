@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl.benchmark import roofline as roofline_of_benchmark
+from qurl.experiments.scale import model_on_meta
 from qurl.roofline import (
     GPU,
     GPUS,
@@ -60,22 +61,9 @@ def test_overhead_and_tensor_parallel():
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_shapes_against_transformers(name):
     """Weights counted by transformers itself on a model without storage."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     shape = MODEL_SHAPES[name]
-    config = Qwen2Config(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocab_size,
-        tie_word_embeddings=shape.tied,
-    )
-    assert ModelShape.from_config(config) == shape
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = model_on_meta(shape)
+    assert ModelShape.from_config(model.config) == shape
     linears = sum(p.numel() for n, p in model.named_parameters() if n.endswith("_proj.weight"))
     assert shape.linear_weights == linears
     assert shape.lm_head_weights == model.lm_head.weight.numel()
