@@ -485,6 +485,15 @@ def test_no_verdict_at_smoke_and_without_runs():
     assert told["verdict"] == "not testable with this preset" and "no finished run of c" in told["reason"]
 
 
+def test_not_reproduced_says_whether_the_opposite_shows_or_nothing():
+    claim = Claim("", "", "after", "a", ">", "b")
+    opposite = judge(rows(a=[50, 51, 52], b=[60, 61, 62.5]), claim, "cpu")
+    assert (opposite["verdict"], opposite["reason"]) == ("not reproduced", "the opposite is shown")
+    nothing = judge(rows(a=[50, 61, 52], b=[60, 51, 62]), claim, "cpu")
+    assert nothing["verdict"] == "not reproduced" and "undecided" in nothing["reason"]
+    assert "held-out accuracy, a minus b: -3.33 points (" in nothing["ours"]
+
+
 def test_collect_and_scores(tmp_path, finish_run):
     store = RunStore(tmp_path)
     for seed, after in enumerate((0.5, 0.7)):
@@ -519,8 +528,13 @@ def test_claims_page_shows_every_verdict(tmp_path):
     ]
     folder = tmp_path / "tab_dapo" / "cpu"
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps({"claims": claims}))
+    runs = [
+        {"experiment": "dapo", "arm": "int8-acr", "label": "INT8 4-bit codes, ACR (QuRL)", "seed": seed}
+        for seed in range(3)
+    ]
+    (folder / "result.json").write_text(json.dumps({"claims": claims, "runs": runs}))
     page = claims_table(tmp_path)
+    assert "\ndapo: `int8-acr` is INT8 4-bit codes, ACR (QuRL).\n\n| claim |" in page
     assert "## [tab_dapo/cpu](tab_dapo/cpu)" in page
     assert "| ACR is better | 2 against 1 | +1 | **reproduced**: so |" in page
     assert "| UAQ adds | 3 | – | **not testable with this preset**: no |" in page

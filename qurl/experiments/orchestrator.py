@@ -427,11 +427,13 @@ def claims_table(root: Path) -> str:
         "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commit and hardware.",
     ]
     for file in sorted(root.glob("*/*/result.json")):
-        claims = json.loads(file.read_text()).get("claims")
+        result = json.loads(file.read_text())
+        claims = result.get("claims")
         if not claims:
             continue
         place = file.parent.relative_to(root)
-        lines += ["", f"## [{place}]({place})", "", "| claim | paper | here | verdict |", "|---|---|---|---|"]
+        lines += ["", f"## [{place}]({place})", "", *_arms(result.get("runs", []))]
+        lines += ["| claim | paper | here | verdict |", "|---|---|---|---|"]
         for claim in claims:
             setting = (
                 f" (batch {claim['batch_size']}, {claim['max_tokens']} tokens)"
@@ -443,3 +445,15 @@ def claims_table(root: Path) -> str:
                 f"| {claim['claim']}{setting} | {claim['paper']} | {claim['ours'] or '–'} | {verdict} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _arms(runs: list[dict]) -> list[str]:
+    """Lines that say what the names of arms mean, for each experiment of a figure's runs."""
+    labels: dict[str, dict[str, str]] = {}
+    for run in runs:
+        labels.setdefault(run["experiment"], {})[run["arm"]] = run["label"]
+    lines = [
+        f"{experiment}: " + "; ".join(f"`{arm}` is {label}" for arm, label in arms.items()) + "."
+        for experiment, arms in labels.items()
+    ]
+    return [text for line in lines for text in (line, "")]

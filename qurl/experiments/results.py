@@ -27,6 +27,16 @@ CURVES = (
 )
 # First and last part of a run: a tenth of its steps.
 _PART = 10
+# How a verdict names what it compares, and in what unit the difference is.
+_TITLES = {
+    "after": ("held-out accuracy", "points"),
+    "gain": ("gain of held-out accuracy", "points"),
+    "reward_last": ("mean reward of the last tenth", ""),
+    "kl_last": ("KL(behav‖prox) of the last tenth", "nats per token"),
+    "kl_growth": ("KL(behav‖prox), last tenth over first", ""),
+    "clip_peak": ("clipped tokens at their peak", "points"),
+    "codes_changed": ("codes that a sync changes", "points"),
+}
 
 
 class Results(NamedTuple):
@@ -138,7 +148,7 @@ class Claim(NamedTuple):
     paper : str
         Its numbers.
     measure : str
-        See `measures`.
+        One of `measures` that ``_TITLES`` names.
     left : str
         An arm.
     relation : {">", "<", "="}
@@ -175,7 +185,9 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     numbers = {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
     against = claim.right if isinstance(claim.right, str) else f"{claim.right:g}"
     interval = f"{low:+.3g} to {high:+.3g}, {len(differences)} seeds" if len(differences) > 1 else "one seed"
-    told |= numbers | {"ours": f"{claim.measure}, {claim.left} minus {against}: {mean:+.3g} ({interval})"}
+    title, unit = _TITLES[claim.measure]
+    difference = f"{mean:+.3g} {unit}".strip()
+    told |= numbers | {"ours": f"{title}, {claim.left} minus {against}: {difference} ({interval})"}
     if preset == "smoke":
         return told | {"reason": "a few steps say nothing"}
     if len(differences) < 2:
@@ -189,4 +201,4 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     told["verdict"] = "not reproduced"
     if max(sign * low, sign * high) < 0:
         return told | {"reason": "the opposite is shown"}
-    return told | {"reason": "the interval contains no difference"}
+    return told | {"reason": "undecided, the interval of the difference contains 0"}
