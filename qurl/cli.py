@@ -35,16 +35,33 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser("bench", help="rollout throughput of 8-bit against full precision, in turns")
-    bench.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="of the quantized engine")
-    bench.add_argument("--model", default="smollm2-135m", help="embedded model, folder or hub id")
     bench.add_argument(
-        "--batch-sizes", type=_counts, default=(8, 64), metavar="N[,N]", help="sequences at once"
+        "--dtype",
+        choices=("int8", "fp8"),
+        default="int8",
+        help="of the quantized engine (default: %(default)s)",
     )
     bench.add_argument(
-        "--max-tokens", type=_counts, default=(128,), metavar="N[,N]", help="completion lengths"
+        "--model", default="smollm2-135m", help="embedded model, folder or hub id (default: %(default)s)"
     )
-    bench.add_argument("--repeats", type=int, default=3, help="repetitions after the warm-up")
-    bench.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    bench.add_argument(
+        "--batch-sizes",
+        type=_counts,
+        default=(8, 64),
+        metavar="N[,N]",
+        help="sequences at once (default: 8,64)",
+    )
+    bench.add_argument(
+        "--max-tokens",
+        type=_counts,
+        default=(128,),
+        metavar="N[,N]",
+        help="completion lengths (default: 128)",
+    )
+    bench.add_argument(
+        "--repeats", type=int, default=3, help="repetitions after the warm-up (default: %(default)s)"
+    )
+    bench.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
     bench.add_argument("--output", type=Path, metavar="FILE.csv", help="also write every measurement there")
     bench.set_defaults(run=_bench)
 
@@ -54,7 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     reproduce = commands.add_parser(
         "reproduce", help="every run, figure and table of the paper, at a preset's size"
     )
-    reproduce.add_argument("--preset", default="cpu", help="smoke, cpu, or paper (with --dry-run)")
+    reproduce.add_argument(
+        "--preset", default="cpu", help="smoke, cpu, or (with --dry-run) paper (default: %(default)s)"
+    )
     reproduce.add_argument(
         "--only",
         default=(),
@@ -62,8 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME[,NAME]",
         help="some pipelines",
     )
-    reproduce.add_argument("--seeds", type=int, default=3, help="of each arm: 0, 1 ...")
-    reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: one a core")
+    reproduce.add_argument(
+        "--seeds", type=int, default=3, help="of each arm: 0, 1 ... (default: %(default)s)"
+    )
+    reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a core)")
     reproduce.add_argument("--limit-minutes", type=float, help="a run that takes longer is stopped")
     reproduce.add_argument("--runs-dir", default="", metavar="FOLDER", help="the run store (default: runs)")
     reproduce.add_argument("--train-only", action="store_true", help="leave the figures and tables out")

@@ -9,7 +9,9 @@ from pathlib import Path
 def add_eval_command(commands: argparse._SubParsersAction) -> None:
     """Add the command with its options."""
     parser = commands.add_parser("eval", help="accuracy of a policy: avg@k, pass@k, maj@k with intervals")
-    parser.add_argument("--model", default="smollm2-135m", help="embedded model, folder or hub id")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="embedded model, folder or hub id (default: %(default)s)"
+    )
     parser.add_argument(
         "--task",
         required=True,
@@ -19,16 +21,27 @@ def add_eval_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--data", metavar="PATH", help="file, folder or hub id with the problems, or 'sample'"
     )
-    parser.add_argument("--split", default="test", help="'train' or 'test'")
+    parser.add_argument("--split", default="test", help="'train' or 'test' (default: %(default)s)")
     parser.add_argument("--n", type=int, help="so many problems of each task, drawn at random; default all")
-    parser.add_argument("--k", type=int, default=4, help="samples of each problem")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest completion")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0 decodes greedily, with --k 1")
+    parser.add_argument("--k", type=int, default=4, help="samples of each problem (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp32", "int8", "fp8"), default="bf16", help="of the rollout engine"
+        "--max-tokens", type=int, default=512, help="longest completion (default: %(default)s)"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences decoded at once")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of problems and of sampling")
+    parser.add_argument(
+        "--temperature", type=float, default=0.6, help="0 decodes greedily, with --k 1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32", "int8", "fp8"),
+        default="bf16",
+        help="of the rollout engine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="sequences decoded at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draw of problems and of sampling (default: %(default)s)"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -9,24 +9,45 @@ import sys
 def add_serve_command(commands) -> None:
     """Add the command to the parser of ``qurl``."""
     serve = commands.add_parser("serve", help="a vLLM server with quantized weights, for trainers beside it")
-    serve.add_argument("--model", default="smollm2-135m", help="embedded model, folder or hub id")
-    serve.add_argument("--dtype", default="int8", help="int8, fp8, bf16 or fp32")
-    serve.add_argument("--code-bits", type=int, default=8, help="below 8 (int8): fewer code levels")
+    serve.add_argument(
+        "--model", default="smollm2-135m", help="embedded model, folder or hub id (default: %(default)s)"
+    )
+    serve.add_argument("--dtype", default="int8", help="int8, fp8, bf16 or fp32 (default: %(default)s)")
+    serve.add_argument(
+        "--code-bits", type=int, default=8, help="below 8 (int8): fewer code levels (default: %(default)s)"
+    )
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: this machine alone)"
     )
-    serve.add_argument("--port", type=int, default=8000, help="0: a free one")
+    serve.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
     serve.add_argument("--max-model-len", type=int, help="longest prompt and completion, tokens")
-    serve.add_argument("--max-num-seqs", type=int, default=64, help="sequences decoded at once")
-    serve.add_argument("--tensor-parallel-size", type=int, default=1, help="processes that share each layer")
-    serve.add_argument("--data-parallel-size", type=int, default=1, help="replicas")
-    serve.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU for vLLM")
     serve.add_argument(
-        "--transfer", default="auto", help="weights come through file, nccl, or auto: nccl on GPUs"
+        "--max-num-seqs", type=int, default=64, help="sequences decoded at once (default: %(default)s)"
     )
-    serve.add_argument("--seed", type=int, default=0, help="of sampling")
     serve.add_argument(
-        "--start-seconds", type=float, default=600.0, help="a server that is not ready by then failed"
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="processes that share each layer (default: %(default)s)",
+    )
+    serve.add_argument("--data-parallel-size", type=int, default=1, help="replicas (default: %(default)s)")
+    serve.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="share of a GPU for vLLM (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--transfer",
+        default="auto",
+        help="weights come through file, nccl, or auto: nccl on GPUs (default: %(default)s)",
+    )
+    serve.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    serve.add_argument(
+        "--start-seconds",
+        type=float,
+        default=600.0,
+        help="a server that is not ready by then failed (default: %(default)s)",
     )
     serve.set_defaults(run=_serve)
 
