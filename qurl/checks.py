@@ -4,10 +4,58 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers.training_args import OptimizerNames
+
+from qurl.config import QuRLConfig
+
+UAQ_OPTIMIZERS = {
+    OptimizerNames.SGD: "sgd",
+    OptimizerNames.ADAMW_TORCH: "adamw",
+    OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
+}
+"""Optimizers for which the learning rates that UAQ amounts to are known."""
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on: log-probs, rewards or weights are missing or not finite."""
+
+
+def require_supported(model: torch.nn.Module | str, config: QuRLConfig, options: dict) -> None:
+    """Refuse what quantized rollouts cannot be combined with.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel or str
+    config : QuRLConfig
+    options : dict
+        Further arguments of [`~trl.GRPOTrainer`].
+
+    Raises
+    ------
+    ValueError
+        With the option and what to do instead.
+    """
+    if not isinstance(config, QuRLConfig):
+        raise ValueError(
+            f"args is a {type(config).__name__}: pass a qurl.QuRLConfig, which takes every field of GRPOConfig."
+        )
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if options.get(name):
+            raise ValueError(f"{name} is not supported with quantized rollouts yet: leave it out.")
+    if config.uaq_scale == 1:
+        return
+    if options.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
+        raise ValueError(
+            f"uaq_scale={config.uaq_scale} is not possible with an adapter: scale the base model with "
+            "qurl.apply_uaq, save it, and train an adapter on that."
+        )
+    own_optimizer = options.get("optimizers", (None, None))[0] is not None
+    if config.uaq_mode != "fold" and (own_optimizer or config.optim not in UAQ_OPTIMIZERS):
+        raise ValueError(
+            f"uaq_mode='learning_rates' is not possible with optim={config.optim.value!r} or an optimizer of your "
+            f"own: its learning rates are known for {', '.join(sorted(o.value for o in UAQ_OPTIMIZERS))}."
+        )
 
 
 def require_finite_policy(

@@ -27,6 +27,9 @@ What is replaced of `trl.GRPOTrainer`, and why:
 ``train``, ``_get_train_sampler``, ``_save_checkpoint``
     Resuming within a generation batch, and after the first epoch; a policy that is not finite is not saved.
 
+``create_model_card``
+    What this policy was trained with.
+
 The equations are those of `qurl.objectives`.
 """
 
@@ -46,13 +49,21 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
-from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
 
-from qurl.checks import TrainingError, active_dropout, check_rewards, require_finite_policy, require_soft_cap
+from qurl.checks import (
+    UAQ_OPTIMIZERS,
+    TrainingError,
+    active_dropout,
+    check_rewards,
+    require_finite_policy,
+    require_soft_cap,
+    require_supported,
+)
 from qurl.config import QuRLConfig
 from qurl.diagnostics import k3, mismatch_stats
 from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
+from qurl.model_card import model_card
 from qurl.models import resolve_model
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
 from qurl.processes import load_to_numbered_cpus
@@ -68,11 +79,6 @@ MAX_MISSING_SHARE = 0.01
 # Any finite log-prob of a masked reference token makes exp(ref − logp) harmless, if it is below the policy's.
 _MASKED_REF_LOGP = -1e4
 _ROLLOUT_STATE = "qurl_rollouts_rank{}.pt"
-_UAQ_OPTIMIZERS = {
-    OptimizerNames.SGD: "sgd",
-    OptimizerNames.ADAMW_TORCH: "adamw",
-    OptimizerNames.ADAMW_TORCH_FUSED: "adamw",
-}
 # Of TRL's config, which calls them vllm_….
 _ENGINE_OPTIONS = (
     *("mode", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
@@ -105,32 +111,9 @@ class QuRLTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "qurl"]  # noqa: RUF012 (TRL's own attribute)
 
     def __init__(self, model, reward_funcs=None, args: QuRLConfig | None = None, **options):
-        if not isinstance(args, QuRLConfig):
-            raise ValueError(
-                f"args is a {type(args).__name__}: pass a qurl.QuRLConfig, which takes every field of GRPOConfig."
-            )
-        for name in ("tools", "rollout_func", "environment_factory"):
-            if options.get(name):
-                raise ValueError(f"{name} is not supported with quantized rollouts yet: leave it out.")
-        if args.uaq_scale != 1 and (
-            options.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
-        ):
-            raise ValueError(
-                f"uaq_scale={args.uaq_scale} is not possible with an adapter: scale the base model with "
-                "qurl.apply_uaq, save it, and train an adapter on that."
-            )
+        require_supported(model, args, options)
         if isinstance(model, str):
             model = str(resolve_model(model))
-        own_optimizer = options.get("optimizers", (None, None))[0] is not None
-        if (
-            args.uaq_scale != 1
-            and args.uaq_mode != "fold"
-            and (own_optimizer or args.optim not in _UAQ_OPTIMIZERS)
-        ):
-            raise ValueError(
-                f"uaq_mode='learning_rates' is not possible with optim={args.optim.value!r} or an optimizer of your "
-                f"own: its learning rates are known for {', '.join(sorted(o.value for o in _UAQ_OPTIMIZERS))}."
-            )
         # TRL builds its own engine where use_vllm is set, which can neither quantize nor run on every CPU.
         args.use_vllm = False
         try:
@@ -226,7 +209,7 @@ class QuRLTrainer(GRPOTrainer):
             self.model,
             self.args.learning_rate,
             self.args.uaq_scale,
-            optimizer=_UAQ_OPTIMIZERS[self.args.optim],
+            optimizer=UAQ_OPTIMIZERS[self.args.optim],
             weight_decay=self.args.weight_decay,
             eps=self.args.adam_epsilon,
         )
@@ -623,6 +606,20 @@ class QuRLTrainer(GRPOTrainer):
         torch.save(state, folder / _ROLLOUT_STATE.format(self.accelerator.process_index))
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Write `qurl.model_card.model_card` beside the checkpoints."""
+        if not self.is_world_process_zero():
+            return
+        known = self.model.config.name_or_path
+        card = model_card(
+            model_name,
+            self.args,
+            base_model=known if known and not os.path.isdir(known) else None,
+            dataset_name=dataset_name,
+            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
+        )
+        card.save(os.path.join(self.args.output_dir, "README.md"))
 
     def _restore_rollouts(self, folder: Path) -> TrainerState:
         """Go on within a generation batch where the checkpoint was made; returns transformers' part of it."""

@@ -599,3 +599,9 @@ def test_untested_options_of_trl_are_refused(tokenizer, tmp_path, name):
 def test_args_of_trl_alone_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"args is a GRPOConfig: pass a qurl\.QuRLConfig"):
         ReplayedQuRLTrainer(make_policy(tokenizer), reward_of_length, GRPOConfig(str(tmp_path), bf16=False))
+
+
+def test_a_checkpoint_has_the_card_of_this_run(make_trainer, tmp_path):
+    make_trainer(max_steps=1, save_strategy="steps", save_steps=1, objective="tis", num_iterations=2).train()
+    card = (tmp_path / "README.md").read_text()
+    assert "| objective | `tis`:" in card and "2602.13953" in card and "None" not in card
