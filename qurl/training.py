@@ -84,6 +84,8 @@ class RunArguments:
             Samples per held-out problem before and after training; 0 leaves both evaluations out.
         eval_temperature (`float`, *optional*, defaults to `1.0`):
             Of these samples, which BF16 rollouts draw whatever the dtype of training.
+        eval_max_tokens (`int`, *optional*, defaults to `0`):
+            Longest completion of these samples; 0: `max_completion_length`. Prompts have as much room as in training.
     """
 
     model: str = field(default="tiny", metadata={"help": "Embedded model, folder or hub id."})
@@ -103,6 +105,9 @@ class RunArguments:
         default=1, metadata={"help": "Samples per held-out problem before and after; 0: none."}
     )
     eval_temperature: float = field(default=1.0, metadata={"help": "Temperature of these samples."})
+    eval_max_tokens: int = field(
+        default=0, metadata={"help": "Longest completion of these samples, tokens; 0: as in training."}
+    )
 
     def __post_init__(self):
         self.task_options = _options("task_options", self.task_options)
@@ -112,6 +117,7 @@ class RunArguments:
         self.eval_k = whole_number("eval_k", self.eval_k, 0)
         self.overlong_buffer = whole_number("overlong_buffer", self.overlong_buffer, 0)
         self.eval_temperature = number("eval_temperature", self.eval_temperature, 0.01, 2)
+        self.eval_max_tokens = whole_number("eval_max_tokens", self.eval_max_tokens, 0)
 
 
 def _options(name: str, value: dict | str | None) -> dict[str, Any]:
@@ -300,7 +306,8 @@ def alone(folder: Path) -> Iterator[None]:
     """Make the folder of a run, and hold it against other processes; a killed one holds it no longer."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        # An orchestrator that asks for the run's state holds the lock for a moment.
+        with FileLock(folder / ".lock", timeout=1):
             yield
     except Timeout:
         raise ValueError(
@@ -400,7 +407,9 @@ def _same_run(folder: Path, asked: dict[str, Any]) -> None:
         there = dict(yaml.safe_load(file.read_text()))
     except (yaml.YAMLError, TypeError, ValueError):
         raise ValueError(f"{file} is damaged: delete the folder, or choose another output_dir.") from None
-    asked, there = {"processes": 1} | asked, {"processes": 1} | there
+    # An earlier version did not name fields that it did not have.
+    usual = {"processes": 1} | dataclasses.asdict(RunArguments())
+    asked, there = usual | asked, usual | there
     differing = [name for name in sorted(asked.keys() | there.keys()) if asked.get(name) != there.get(name)]
     if differing:
         name = differing[0]
@@ -424,10 +433,12 @@ def _judge(
     # A stopped evaluation was of an engine that is gone.
     on_main(lambda: shutil.rmtree(output, ignore_errors=True))
     generation, index = trainer.vllm_generation, config.process_index
+    max_tokens = run.eval_max_tokens or config.max_completion_length
+    longest = config.vllm_max_model_length
     with RolloutEngine(
         generation.folder,
         "bf16",
-        max_model_len=config.vllm_max_model_length,
+        max_model_len=longest and longest - config.max_completion_length + max_tokens,
         max_num_seqs=256,
         seed=config.seed + index,
         load_weights=False,
@@ -439,7 +450,7 @@ def _judge(
                 engine,
                 task,
                 run.eval_k,
-                max_tokens=config.max_completion_length,
+                max_tokens=max_tokens,
                 temperature=run.eval_temperature,
                 output=folder,
                 seed=config.seed,

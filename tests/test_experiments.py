@@ -138,8 +138,16 @@ def test_matrix_of_the_issue():
     assert all("4-bit codes" in arm.label for arm in arms("tab_dapo", "cpu") if arm.key != "bf16")
     gsm8k = [arm.spec["code_bits"] for arm in arms("tab_gsm8k", "cpu")]
     assert set(gsm8k) == {8}
-    assert [arm.spec["steps"] for arm in arms("fig_divergence", "cpu")] == [3000, 3000]
+    assert [arm.spec["steps"] for arm in arms("fig_divergence", "cpu")] == [3000, 3000, 3000]
     assert all(arm.spec["code_bits"] == 8 for figure in FIGURES for arm in arms(figure, "paper"))
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_uaq_arm_has_its_control(figure):
+    """Without it UAQ cannot be told from a learning rate (method.md, section 3)."""
+    keys = {(arm.spec["experiment"], arm.key) for arm in arms(figure, "cpu")}
+    folded = {(experiment, key) for experiment, key in keys if "uaq" in key and not key.endswith("rates")}
+    assert {(experiment, f"{key}rates") for experiment, key in folded} <= keys
 
 
 def test_runs_are_each_once_and_by_seed():

@@ -1,7 +1,8 @@
 """The paper's experiments as data: what each sets, for every preset, and where each value comes from.
 
 A recipe is a dictionary of the fields of `qurl.training.RunArguments` and `qurl.config.QuRLConfig`. What makes an
-experiment (its objective's settings) is the same in every preset; model, task, lengths and batch differ:
+experiment (loss, clip range, KL, gradient clipping, temperature) is the same in every preset; model, task, lengths,
+batch and the optimizer's schedule differ. A step is an optimizer step; the papers mostly count rollout batches.
 
 ``paper``
     What one would launch on GPUs.
@@ -36,6 +37,7 @@ EMBEDDED = "our choice, for the embedded model"
 _COMMON = {
     "vllm_importance_sampling_clip_max": Choice(2.0, FLASHRL),
     "lr_scheduler_type": Choice("constant", OURS),
+    "max_grad_norm": Choice(1.0, "verl's scripts; it acts in every step of the embedded model (docs/log.md)"),
     "logging_steps": Choice(1, OURS),
     "save_total_limit": Choice(1, OURS),
     "report_to": Choice("none", OURS),
@@ -47,15 +49,28 @@ _GRPO = {
     "use_bias_correction_kl": Choice(False, f"{QURL}: plain k3"),
 }
 ALGORITHMS: dict[str, dict[str, Choice]] = {
-    "gsm8k": _COMMON | _GRPO | {"loss_type": Choice("grpo", GRPO_FOR_PPO)},
+    "gsm8k": _COMMON
+    | _GRPO
+    | {
+        "loss_type": Choice("grpo", GRPO_FOR_PPO),
+        "temperature": Choice(1.0, VERL),
+        "eval_temperature": Choice(1.0, f"{OURS}: that of training"),
+    },
     "dapo": _COMMON
     | {
         "loss_type": Choice("dapo", f"{DAPO}: token mean"),
         "epsilon": Choice(0.2, DAPO),
         "epsilon_high": Choice(0.28, DAPO),
         "beta": Choice(0.0, f"{DAPO}: no KL term"),
+        "temperature": Choice(1.0, DAPO),
+        "eval_temperature": Choice(1.0, f"{DAPO_7B}, without its top_p of 0.7"),
     },
-    "deepscaler": _COMMON | _GRPO,
+    "deepscaler": _COMMON
+    | _GRPO
+    | {
+        "temperature": Choice(0.6, DEEPSCALER),
+        "eval_temperature": Choice(0.6, DEEPSCALER),
+    },
 }
 """What each experiment is, whatever its size."""
 
@@ -112,7 +127,6 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "steps_per_generation": Choice(16, f"{VERL}: 256 prompts to a batch, so four optimizer steps"),
             "max_completion_length": Choice(512, f"{VERL}, twice its 256 tokens"),
             "vllm_max_model_length": Choice(1024, f"{VERL}: prompts of up to 512 tokens"),
-            "temperature": Choice(1.0, VERL),
             "max_steps": Choice(1_740, f"{VERL}: 15 epochs of 29 batches, each of four optimizer steps"),
             "eval_k": Choice(1, f"{QURL}, Table 1"),
         },
@@ -126,7 +140,7 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "eval_tasks": Choice(["aime24"], f"{QURL}, Table 2"),
             "learning_rate": Choice(1e-6, f"{QURL}, Table 2"),
             "lr_scheduler_type": Choice("constant_with_warmup", DAPO),
-            "warmup_steps": Choice(160, f"{DAPO}: 10 rollout batches of 16 optimizer steps"),
+            "warmup_steps": Choice(160, f"{DAPO_7B}: 10 rollout batches of 16 optimizer steps"),
             "weight_decay": Choice(0.1, DAPO),
             "num_generations": Choice(16, DAPO),
             "per_device_train_batch_size": Choice(1, OURS),
@@ -136,9 +150,7 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             "overlong_buffer": Choice(4_096, DAPO),
             "dynamic_sampling_max_rounds": Choice(9, f"{DAPO}: up to ten generation batches"),
             "vllm_max_model_length": Choice(10_240, f"{DAPO_7B}: prompts of up to 2,048 tokens"),
-            "temperature": Choice(1.0, DAPO),
-            "eval_temperature": Choice(1.0, DAPO),
-            "max_steps": Choice(3_200, f"{OURS}: 200 rollout batches"),
+            "max_steps": Choice(3_200, f"{DAPO_7B}: 200 rollout batches"),
         },
         "deepscaler": _EIGHT_GPUS
         | {
@@ -158,8 +170,9 @@ SIZES: dict[str, dict[str, dict[str, Choice]]] = {
             ),
             "max_completion_length": Choice(8_192, DEEPSCALER),
             "vllm_max_model_length": Choice(9_216, f"{DEEPSCALER}: prompts of up to 1,024 tokens"),
-            "temperature": Choice(0.6, DEEPSCALER),
-            "eval_temperature": Choice(0.6, DEEPSCALER),
+            "eval_max_tokens": Choice(
+                32_768, f"{OURS}: Table 3's start model is as good as others measure it at this length"
+            ),
             "max_steps": Choice(2_000, f"{OURS}: 1,000 rollout batches"),
         },
     },
