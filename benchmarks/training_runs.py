@@ -2,8 +2,9 @@
 
     python -m benchmarks.training_runs runs/train/tiny-* --output data/results/training_tiny
 
-A run's folder is named ``<name>-seed<N>``; runs of one name are seeds of the same thing. Writes training.svg, .png and
-.csv (smoothed curves), accuracy.csv, and result.json with every run's parameters and provenance.
+A run is labelled by its folder's name without a last ``-seed<N>``; runs of one label are seeds of the same thing. The
+seed itself is that of the run's result, whatever the folder says. Writes training.svg, .png and .csv (smoothed curves),
+accuracy.csv, and result.json with every run's parameters and provenance.
 """
 
 import argparse
@@ -32,10 +33,10 @@ def main() -> None:
             parser.error(f"{folder} holds no finished run: give it to qurl train --output_dir first.")
         result = json.loads((folder / "result.json").read_text())
         results[folder.name] = result
-        name, seed = re.fullmatch(r"(.+?)(?:-seed(\d+))?", folder.name).groups()
+        name = re.sub(r"-seed\d+$", "", folder.name)
         row = {
             "run": name,
-            "seed": int(seed or 0),
+            "seed": result["seed"],
             "steps": result["steps"],
             "seconds": round(result["seconds"]),
         }
