@@ -6,6 +6,7 @@ arose.
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
     reproduce.add_argument("--runs-dir", default="", metavar="FOLDER", help="the run store (default: runs)")
     reproduce.add_argument("--train-only", action="store_true", help="leave the figures and tables out")
     reproduce.add_argument(
+        "--promote",
+        action=argparse.BooleanOptionalAction,
+        help="copy small results to data/results (default: not at smoke)",
+    )
+    reproduce.add_argument(
         "--dry-run",
         action="store_true",
         help="print the commands (preset paper: the plan, with memory and time) and do nothing",
@@ -120,6 +126,9 @@ def _train(arguments: argparse.Namespace) -> int:
 def _reproduce(arguments: argparse.Namespace) -> int:
     from qurl.experiments.orchestrator import reproduce
 
+    # Ended by a batch system or with its terminal as by Ctrl-C: its runs end with it.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         complete = reproduce(
             arguments.preset,
@@ -130,6 +139,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
             limit_minutes=arguments.limit_minutes,
             dry_run=arguments.dry_run,
             train_only=arguments.train_only,
+            promote=arguments.promote,
             report=lambda line: print(line, flush=True),
         )
     except KeyboardInterrupt:

@@ -167,7 +167,7 @@ def project_root() -> Path:
     return Path.cwd()
 
 
-def output_folder(output_dir: str, *default: str) -> Path:
+def output_folder(output_dir: str, *default: str, parameter: str = "output_dir") -> Path:
     """Make the folder for results, before anything slow runs.
 
     Parameters
@@ -177,6 +177,8 @@ def output_folder(output_dir: str, *default: str) -> Path:
         JupyterLab, papermill and ``make``. Empty: ``runs/<default parts>``.
     *default : str
         Parts of the default path below ``runs``; slashes in them (hub ids) become dashes.
+    parameter : str
+        Its name in messages.
 
     Returns
     -------
@@ -192,7 +194,7 @@ def output_folder(output_dir: str, *default: str) -> Path:
     folder = project_root() / (Path(output_dir).expanduser() if output_dir else Path("runs", *parts))
     if folder.is_file():
         raise ParameterError(
-            f"output_dir={output_dir!r} is a file: pass a folder, which is made if it is not there."
+            f"{parameter}={output_dir!r} is a file: pass a folder, which is made if it is not there."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +202,7 @@ def output_folder(output_dir: str, *default: str) -> Path:
             pass
     except OSError as error:
         raise ParameterError(
-            f"output_dir={output_dir!r} cannot be written to ({error.strerror}): pass a folder that can."
+            f"{parameter}={output_dir!r} cannot be written to ({error.strerror}): pass a folder that can."
         ) from None
     return folder
 
@@ -232,6 +234,13 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def print_claims(claims: list[dict[str, Any]]) -> None:
+    """A verdict per claim of the paper, with the paper's numbers and ours."""
+    for claim in claims:
+        print(f"{claim['claim']}: {claim['verdict']} ({claim['reason']})")
+        print(f"    paper: {claim['paper']}; here: {claim['ours'] or 'nothing'}")
 
 
 def save_results(folder: Path, name: str, figure, table, result: dict[str, Any], **tables) -> dict[str, Path]:

@@ -14,14 +14,15 @@ import pandas as pd
 import pytest
 
 from qurl import notebook
-from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, recipe, recipe_table
+from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, TrainConfig, recipe, recipe_table
 from qurl.experiments.figures import CLAIMS, FigureConfig, read_runs
 from qurl.experiments.matrix import FIGURES, arms, runs
-from qurl.experiments.orchestrator import Orchestrator, claims_table, reproduce, train_command
+from qurl.experiments.orchestrator import Orchestrator, _promote, claims_table, reproduce, train_command
 from qurl.experiments.paper import DEEPSCALER_SETS, TABLES
 from qurl.experiments.recipes import GPUS
 from qurl.experiments.results import Claim, collect, judge, mean_interval, measures, scores
 from qurl.experiments.store import Run
+from qurl.training import _asked
 
 # Recipes and specs -------------------------------------------------------------------------------------------------
 
@@ -31,9 +32,18 @@ from qurl.experiments.store import Run
 def test_every_recipe_constructs_and_can_clip(experiment, preset, tmp_path):
     run, config = RunSpec(experiment=experiment, preset=preset).arguments(tmp_path)
     assert config.optimizer_steps_per_batch >= 2  # with one nothing clips, and acr equals tis
+    assert config.optimizer_steps_per_batch == RunSpec(experiment=experiment, preset=preset).steps_per_batch
     assert all(choice.source for choice in recipe(experiment, preset).values())
     assert recipe_table(experiment, preset).loc["model", "value"] == run.model
-    shared = {"loss_type", "epsilon", "epsilon_high", "beta", "vllm_importance_sampling_clip_max"}
+    shared = {
+        "loss_type",
+        "epsilon",
+        "epsilon_high",
+        "beta",
+        "vllm_importance_sampling_clip_max",
+        "temperature",
+    }
+    shared |= {"eval_temperature", "max_grad_norm"}
     paper = recipe(experiment, "paper")
     for name in shared & paper.keys():  # the size differs, the algorithm does not
         assert recipe(experiment, preset)[name] == paper[name]
@@ -72,11 +82,33 @@ def test_names_tell_runs_apart_and_leave_defaults_out():
         {"steps": 3000},
         {"seed": 1},
     ]
-    names = [RunSpec(**base, **variant).name for variant in variants]
+    variants += [{"learning_rate_factor": factor} for factor in (1.2345678, 1.2345679, 1e-7)]
+    variants += [{"uaq_scale": 1e-7, "uaq_mode": mode} for mode in ("fold", "learning_rates")]
+    made = [RunSpec(**base, **variant) for variant in variants]
+    names = [spec.name for spec in made]
     assert len(set(names)) == len(names)
     assert names[0] == "cpu-int8-acr-seed0"
-    spec = RunSpec(**base, code_bits=4, uaq_scale="1.5", uaq_mode="learning_rates", steps=10, seed=2)
-    assert spec.name == "cpu-int8-4bit-acr-uaq1.5rates-10steps-seed2"
+    made.append(RunSpec(**base, code_bits=4, uaq_scale="1.5", uaq_mode="learning_rates", steps=10, seed=2))
+    assert made[-1].name == "cpu-int8-4bit-acr-uaq1.5rates-10steps-seed2"
+    for spec in made:
+        assert RunSpec.from_name("dapo", spec.name) == spec
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "cpu-int8-acr", "cpu-int8-acr-uaq1.50-seed0", "cpu-int8-8bit-acr-seed0"]
+)
+def test_what_is_no_name_of_a_run(name):
+    with pytest.raises(ValueError, match="is no name of a run"):
+        RunSpec.from_name("dapo", name)
+
+
+def test_a_notebook_does_not_train_a_share_of_the_papers_batch():
+    """The preset counts on a process for each GPU; one would train an eighth and keep it under the run's name."""
+    with pytest.raises(notebook.ParameterError, match="preset='paper' counts its batches on 8 processes"):
+        notebook.parse(TrainConfig, {"experiment": "dapo", "preset": "paper"})
+    values = {"preset": "paper", "seeds": 1, "run_missing": True, "runs_dir": "", "output_dir": ""}
+    with pytest.raises(notebook.ParameterError, match="run_missing=True is not possible with preset='paper'"):
+        notebook.parse(FigureConfig, values)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +227,34 @@ def test_states_of_a_run(tmp_path, finish_run):
     assert store.state(SPEC) == "finished"
     assert store.load(SPEC).metrics.index.name == "step"
     assert store.table()[["seed", "after"]].to_dict("records") == [{"seed": 5, "after": 50.0}]
+
+
+def test_reading_a_store_makes_no_folder(tmp_path):
+    store = RunStore(tmp_path / "typo")
+    assert store.state(SPEC) == "missing" and list(store) == [] and not store.root.exists()
+    store.root.touch()
+    with pytest.raises(notebook.ParameterError, match=r"runs_dir=.*typo' is a file"):
+        store.prepare()
+
+
+def test_a_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, finish_run):
+    """Recipes change; a figure that mixes runs from before and after says nothing."""
+    store = RunStore(tmp_path)
+    finish_run(store, SPEC)
+    file = store.folder(SPEC) / "result.json"
+    result = json.loads(file.read_text())
+    run, config = SPEC.arguments(tmp_path)
+    for change, sentence in (
+        ({}, None),
+        ({"learning_rate": 1e-4}, "learning_rate=0.0001, where the recipe has 3e-05"),
+        ({"beta": 0.1}, "beta=0.1, where the recipe has 0.0"),
+    ):
+        file.write_text(json.dumps(result | {"run": _asked(run, config) | change}))
+        if sentence is None:
+            assert store.load(SPEC).spec == SPEC
+            continue
+        with pytest.raises(ValueError, match=f"was trained with {sentence}: delete the folder"):
+            store.load(SPEC)
 
 
 def test_damaged_and_missing_files_are_told(tmp_path, finish_run):
@@ -493,6 +553,21 @@ def test_no_verdict_at_smoke_and_without_runs():
     assert told["verdict"] == "not testable with this preset" and "no finished run of c" in told["reason"]
 
 
+def test_arms_that_are_the_same_run_are_told():
+    """ACR is TIS until a weight above C meets a clipped token; then there is nothing to compare."""
+    claim = Claim("", "", "after", "a", ">", "b")
+    runs = rows(a=[50, 61, 52], b=[50, 60, 53]).assign(kl_last=[0.1, 0.2, 0.3, 0.1, 0.25, 0.3], w_max=3.0)
+    assert judge(runs, claim, "cpu")["reason"].endswith("under 2 of 3 seeds both arms are the same run")
+    runs["kl_last"] = range(6)
+    assert "same run" not in judge(runs, claim, "cpu")["reason"]
+
+
+def test_arms_without_a_common_seed_are_not_judged():
+    runs = rows(a=[50, 61], b=[50, 60]).assign(seed=[0, 1, 2, 3])
+    told = judge(runs, Claim("", "", "after", "a", ">", "b"), "cpu")
+    assert told["verdict"] == "not testable with this preset" and "no seed in common" in told["reason"]
+
+
 def test_not_reproduced_says_whether_the_opposite_shows_or_nothing():
     claim = Claim("", "", "after", "a", ">", "b")
     opposite = judge(rows(a=[50, 51, 52], b=[60, 61, 62.5]), claim, "cpu")
@@ -515,6 +590,23 @@ def test_collect_and_scores(tmp_path, finish_run):
     assert table[["arm", "mean", "seeds", "paper"]].to_dict("records") == [
         {"arm": "int8-tis", "mean": 60.0, "seeds": 2, "paper": 51.40}
     ]
+
+
+def test_fewer_runs_do_not_replace_results_of_more(tmp_path):
+    """`qurl reproduce --seeds 1` on a fresh clone must leave the committed results of three seeds alone."""
+    new, kept, said = tmp_path / "new", tmp_path / "kept", []
+    new.mkdir()
+    for result, taken in (
+        ({"seeds": 3, "missing": []}, True),
+        ({"seeds": 1, "missing": []}, False),
+        ({"seeds": 3, "missing": ["cpu-bf16-tis-seed2"]}, False),
+        ({"seeds": 5, "missing": []}, True),
+    ):
+        before = (kept / "result.json").read_text() if kept.exists() else ""
+        (new / "result.json").write_text(json.dumps(result))
+        _promote(new, kept, said.append)
+        assert (kept / "result.json").read_text() == (json.dumps(result) if taken else before)
+    assert len(said) == 2 and "has 3 seeds, this figure 1" in said[0] and "1 runs of this figure" in said[1]
 
 
 def test_claims_page_shows_every_verdict(tmp_path):

@@ -30,7 +30,7 @@ CONFIGS = {
     "notebooks/10_quantization.ipynb": codes.QuantizationConfig,
     "notebooks/20_objectives.ipynb": gradients.ObjectivesConfig,
     "notebooks/30_uaq.ipynb": uaq_step.UaqConfig,
-    "notebooks/40_train.ipynb": training.TrainConfig,
+    "notebooks/40_train.ipynb": training.LiveTrainConfig,
     "notebooks/50_compare_runs.ipynb": training.CompareConfig,
     "notebooks/90_your_own_task.ipynb": training.OwnTaskConfig,
     **{f"pipelines/{figure}.ipynb": FigureConfig for figure in FIGURES},

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -85,7 +87,7 @@ def test_figure_shows_the_numbers_of_its_runs(reproduced, figure):
         run = store.load(arm.run("smoke", 0))
         shown = table[(table["arm"] == arm.label) & (table["experiment"] == arm.spec["experiment"])]
         assert shown["reward"].tolist() == pytest.approx(
-            windowed(run.metrics, ["reward"])["reward"].tolist(), abs=1e-6, nan_ok=True
+            windowed(run.metrics, ["reward"], multiple=2)["reward"].tolist(), abs=1e-6, nan_ok=True
         )
     assert (folder / f"{figure}.svg").read_bytes().startswith(SVG)
     pixels = np.asarray(Image.open(folder / f"{figure}.png").convert("L"))
@@ -108,6 +110,22 @@ def test_a_second_time_nothing_runs_and_a_deleted_run_is_repeated(reproduced, tm
     after = {run.spec: run.result["date"] for run in RunStore(folder)}
     assert after.keys() == before.keys() | {spec}
     assert all(after[known] == date for known, date in before.items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_by_a_batch_system_no_run_goes_on_alone(tmp_path, number):
+    """A run's kernel has a session of its own, so that it would outlive the command."""
+    store, spec = RunStore(tmp_path), arms("fig_objectives", "smoke")[0].run("smoke", 0)
+    command = [sys.executable, "-m", "qurl.cli", "reproduce", "--preset", "smoke", "--seeds", "1"]
+    command += ["--only", "fig_objectives", "--jobs", "1", "--runs-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while store.state(spec) != "running" and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == "qurl: stopped; the same command goes on from here.\n"
+    assert store.state(spec) == "stopped"
 
 
 def test_figure_without_runs_says_how_to_make_them(tmp_path):

@@ -21,6 +21,15 @@ class FigureConfig(Parameters):
     runs_dir: str = pydantic.Field(examples=["runs"])
     output_dir: str = pydantic.Field(examples=["runs/fig_objectives/cpu"])
 
+    @pydantic.model_validator(mode="after")
+    def _can_be_run(self):
+        if self.run_missing and self.preset == "paper":
+            raise ValueError(
+                "run_missing=True is not possible with preset='paper', whose runs accelerate starts on GPUs: see qurl "
+                "reproduce --preset paper --dry-run"
+            )
+        return self
+
 
 def read_runs(figure: str, config: FigureConfig) -> Results:
     """The finished runs of a figure, after executing what is missing where ``run_missing`` is set.
@@ -84,14 +93,12 @@ def _order(table: str, experiment: str, *pairs: tuple[str, str, str]) -> list[tu
     ]
 
 
-_UAQ_CONTROL = Claim(
-    "UAQ against learning rates that amount to the same",
-    "no such arm",
-    "after",
-    "int8-acr-uaq1.5",
-    "=",
-    "int8-acr-uaq1.5rates",
-)
+def _uaq_control(scale: str) -> Claim:
+    arm = f"int8-acr-uaq{scale}"
+    text = f"UAQ, s = {scale}, against learning rates that amount to the same"
+    return Claim(text, "no such arm", "after", arm, "=", f"{arm}rates")
+
+
 CLAIMS: dict[str, list[tuple[str, Claim]]] = {
     "tab_gsm8k": _order(
         "tab_gsm8k",
@@ -115,27 +122,32 @@ CLAIMS: dict[str, list[tuple[str, Claim]]] = {
             ("int8-acr-uaq1.5", "int8-acr", "UAQ adds to ACR"),
             ("bf16", "int8-acr-uaq1.5", "ACR with UAQ: still below BF16"),
         ),
-        ("dapo", _UAQ_CONTROL),
+        ("dapo", _uaq_control("1.5")),
     ],
-    "tab_deepscaler": _order(
-        "tab_deepscaler",
-        "deepscaler",
-        ("bf16", "int8-naive", "Naive: below BF16"),
-        ("int8-tis", "int8-naive", "TIS is better than naive"),
-        ("int8-acr", "int8-tis", "ACR is better than TIS"),
-        ("int8-acr-uaq1.5", "int8-acr", "UAQ adds to ACR"),
-        ("bf16", "int8-acr-uaq1.5", "ACR with UAQ: still below BF16"),
-    ),
+    "tab_deepscaler": [
+        *_order(
+            "tab_deepscaler",
+            "deepscaler",
+            ("bf16", "int8-naive", "Naive: below BF16"),
+            ("int8-tis", "int8-naive", "TIS is better than naive"),
+            ("int8-acr", "int8-tis", "ACR is better than TIS"),
+            ("int8-acr-uaq1.5", "int8-acr", "UAQ adds to ACR"),
+            ("bf16", "int8-acr-uaq1.5", "ACR with UAQ: still below BF16"),
+        ),
+        ("deepscaler", _uaq_control("1.5")),
+    ],
     "tab_uaq_ablation": [
         *_order(
             "tab_uaq_ablation",
             "dapo",
             ("int8-acr-uaq1.5", "int8-acr", "s = 1.5 is better than s = 1"),
             ("int8-acr-uaq1.5", "int8-acr-uaq2", "s = 1.5 is better than s = 2"),
+            ("int8-acr-uaq1.5", "int8-acr-lr1.5x", "s = 1.5 is better than 1.5 times the learning rate"),
             ("int8-acr", "int8-acr-lr1.5x", "1.5 times the learning rate is worse than s = 1"),
             ("int8-acr", "int8-acr-lr2x", "Twice the learning rate is worse than s = 1"),
         ),
-        ("dapo", _UAQ_CONTROL),
+        ("dapo", _uaq_control("1.5")),
+        ("dapo", _uaq_control("2")),
         (
             "dapo",
             Claim(
@@ -152,7 +164,7 @@ CLAIMS: dict[str, list[tuple[str, Claim]]] = {
         (
             "dapo",
             Claim(
-                "Naive: the reward collapses", "falls to 0 within a few steps", "gain", "int8-naive", "<", 0.0
+                "Naive: the reward falls", "to 0 within a few steps", "reward_change", "int8-naive", "<", 0.0
             ),
         ),
         (
@@ -191,6 +203,17 @@ CLAIMS: dict[str, list[tuple[str, Claim]]] = {
                 "int8-tis",
                 ">",
                 1.0,
+            ),
+        ),
+        (
+            "dapo",
+            Claim(
+                "TIS: KL(behav‖prox) grows more than with BF16 rollouts",
+                "no such arm; the cause is named as quantization",
+                "kl_growth",
+                "int8-tis",
+                ">",
+                "bf16",
             ),
         ),
         (

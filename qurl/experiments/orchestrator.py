@@ -75,7 +75,8 @@ def figure_commands(figure: str, preset: str, seeds: int, store: RunStore) -> di
     if figure in FIGURES:
         variants = {preset: {"seeds": seeds, "runs_dir": str(store.root)}}
     elif figure == "fig_speedup":
-        variants = {f"{preset}-{dtype}": {"dtype": dtype} for dtype in ("int8", "fp8")}
+        repeats = {} if preset == "smoke" else {"repeats": 5}
+        variants = {f"{preset}-{dtype}": {"dtype": dtype} | repeats for dtype in ("int8", "fp8")}
     else:
         variants = {preset: {}}
     commands = {}
@@ -142,6 +143,7 @@ class Orchestrator:
                 "preset='paper' is not possible here: its runs are started by hand with accelerate on GPUs, so use "
                 "smoke or cpu, or see the commands, memory and time with qurl reproduce --preset paper --dry-run."
             )
+        self.store.prepare()
         self._seconds = [
             run.result["seconds"] for run in self.store.finished(specs)
         ]  # also finds damaged ones
@@ -319,7 +321,8 @@ def reproduce(
     train_only : bool
         Leave the figures out.
     promote : bool, optional
-        Copy small results to ``data/results``; default: all presets but "smoke".
+        Copy small results to ``data/results``, where they come from all runs of a figure and from no fewer seeds than
+        what is there; default: all presets but "smoke".
     report : callable
         Takes a line.
 
@@ -359,10 +362,14 @@ def reproduce(
     promote = preset != "smoke" if promote is None else promote
     for figure in figures:
         for folder, command in figure_commands(figure, preset, seeds, store).items():
-            drawn = _draw(figure, folder, command, report)
+            if figure not in FIGURES and (folder / "result.json").is_file():
+                report(f"{figure} is measured already: {folder} (delete it to measure anew)")
+                drawn = True
+            else:
+                drawn = _draw(figure, folder, command, report)
             complete &= drawn
             if drawn and promote:
-                _promote(folder, results_root() / figure / folder.name)
+                _promote(folder, results_root() / figure / folder.name, report)
     if promote:
         write_whole(results_root() / "claims.md", claims_table(results_root()))
         report(f"results: {results_root()}, all verdicts in claims.md")
@@ -410,8 +417,16 @@ def results_root() -> Path:
     return project_root() / "data" / "results"
 
 
-def _promote(folder: Path, target: Path) -> None:
-    """Copy pictures and tables, each whole or not at all."""
+def _promote(folder: Path, target: Path, report: Callable[[str], None]) -> None:
+    """Copy pictures and tables, each whole or not at all; what shows fewer runs does not replace what shows more."""
+    new = json.loads((folder / "result.json").read_text())
+    old = json.loads((target / "result.json").read_text()) if (target / "result.json").is_file() else {}
+    if new.get("missing"):
+        report(f"  {target} is left as it is: {len(new['missing'])} runs of this figure are not finished")
+        return
+    if new.get("seeds", 0) < old.get("seeds", 0):
+        report(f"  {target} is left as it is: it has {old['seeds']} seeds, this figure {new['seeds']}")
+        return
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(folder.iterdir()):
         if file.suffix in _PROMOTED:
@@ -424,7 +439,7 @@ def claims_table(root: Path) -> str:
     lines = [
         "# The paper's claims, and what came out here",
         "",
-        "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commit and hardware.",
+        "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commits and hardware.",
     ]
     for file in sorted(root.glob("*/*/result.json")):
         result = json.loads(file.read_text())

@@ -13,7 +13,7 @@ from scipy import stats
 
 from qurl.experiments.matrix import arms
 from qurl.experiments.specs import RunSpec
-from qurl.experiments.store import Run, RunStore
+from qurl.experiments.store import Run, RunStore, accuracies
 from qurl.plots import windowed
 
 CONFIDENCE = 0.95
@@ -27,11 +27,14 @@ CURVES = (
 )
 # First and last part of a run: a tenth of its steps.
 _PART = 10
+# Two runs that agree in all of these are one.
+_FINGERPRINT = ("reward_last", "reward_change", "kl_first", "kl_last", "w_max")
 # How a verdict names what it compares, and in what unit the difference is.
 _TITLES = {
     "after": ("held-out accuracy", "points"),
     "gain": ("gain of held-out accuracy", "points"),
     "reward_last": ("mean reward of the last tenth", ""),
+    "reward_change": ("mean reward, last tenth minus first", ""),
     "kl_last": ("KL(behav‖prox) of the last tenth", "nats per token"),
     "kl_growth": ("KL(behav‖prox), last tenth over first", ""),
     "clip_peak": ("clipped tokens at their peak", "points"),
@@ -62,33 +65,40 @@ def measures(run: Run) -> dict[str, float]:
     Returns
     -------
     dict
-        ``before``, ``after``, ``gain``: held-out accuracy in %, percentage points for the gain. ``reward_last``,
-        ``kl_first``, ``kl_last``: means over the first and last tenth of the steps; ``kl_growth``: the ratio of the
-        two. ``w_max``: of the whole run. ``clip_peak``: largest share of clipped tokens in a window of the run, %;
-        ``codes_changed``: mean share of codes that a sync changes, %.
+        ``before``, ``after``, ``gain``: held-out accuracy in %, percentage points for the gain; ``after:NAME``: of a
+        test set. ``reward_last``, ``kl_first``, ``kl_last``: means over the first and last tenth of the steps;
+        ``reward_change``: the difference, ``kl_growth``: the ratio of the two. ``w_max``: of the whole run.
+        ``clip_peak``: largest share of clipped tokens in a window of the run, %; ``codes_changed``: mean share of codes
+        that a sync changes, %. ``hardware``, ``commit``: where the run comes from.
     """
-    accuracy = run.result.get("accuracy") or {}
-    row = {name: 100 * accuracy[name]["mean"] for name in ("before", "after", "gain") if name in accuracy}
     metrics = run.metrics.reindex(columns=list(CURVES))
     first, last = metrics.index.max() / _PART, metrics.index.max() * (1 - 1 / _PART)
     early, late = metrics[metrics.index <= max(first, metrics.index.min())], metrics[metrics.index > last]
     kl_first, kl_last = early["mismatch/kl_k3"].mean(), late["mismatch/kl_k3"].mean()
-    return row | {
+    return accuracies(run.result) | {
         "reward_last": late["reward"].mean(),
+        "reward_change": late["reward"].mean() - early["reward"].mean(),
         "kl_first": kl_first,
         "kl_last": kl_last,
         "kl_growth": kl_last / kl_first,
         "w_max": metrics["mismatch/w_max"].max(),
-        "clip_peak": 100 * windowed(run.metrics, CURVES)["clip_ratio/region_mean"].max(),
+        "clip_peak": 100 * curves(run)["clip_ratio/region_mean"].max(),
         "codes_changed": 100 * metrics["rollout/codes_changed"].mean(),
         "steps": run.result["steps"],
         "minutes": run.result["seconds"] / 60,
+        "hardware": run.result.get("engine", {}).get("hardware"),
+        "commit": run.result.get("git_commit"),
     }
+
+
+def curves(run: Run) -> pd.DataFrame:
+    """The metrics ``CURVES`` in windows of whole batches of rollouts, on whose first step nothing is clipped."""
+    return windowed(run.metrics, CURVES, multiple=run.spec.steps_per_batch)
 
 
 def collect(store: RunStore, figure: str, preset: str, seeds: int) -> Results:
     """Read the finished runs of a figure's arms."""
-    rows, curves, missing = [], [], []
+    rows, parts, missing = [], [], []
     for arm in arms(figure, preset):
         for seed in range(seeds):
             spec = arm.run(preset, seed)
@@ -98,10 +108,10 @@ def collect(store: RunStore, figure: str, preset: str, seeds: int) -> Results:
             run = store.load(spec)
             about = {"experiment": spec.experiment, "arm": arm.key, "label": arm.label, "seed": seed}
             rows.append(about | measures(run))
-            curves.append(windowed(run.metrics, CURVES).assign(**about | {"arm": arm.label}))
+            parts.append(curves(run).assign(**about | {"arm": arm.label}))
     if not rows:
         return Results(pd.DataFrame(columns=["arm"]), pd.DataFrame(), missing)
-    return Results(pd.DataFrame(rows), pd.concat(curves, ignore_index=True), missing)
+    return Results(pd.DataFrame(rows), pd.concat(parts, ignore_index=True), missing)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -137,6 +147,22 @@ def scores(runs: pd.DataFrame, measure: str = "after", paper: dict[str, float] |
         rows.append({"arm": arm, "label": label, "mean": mean, "low": low, "high": high, "seeds": len(group)})
     table = pd.DataFrame(rows)
     return table.assign(paper=table["arm"].map(paper or {}).astype(float))
+
+
+def by_test_set(runs: pd.DataFrame, paper: dict[str, dict[str, float]]) -> pd.DataFrame:
+    """A column per test set and row per arm, means over seeds beside the paper's; ours are NaN at a preset without.
+
+    Parameters
+    ----------
+    runs : pandas.DataFrame
+        From `collect`.
+    paper : dict
+        Accuracy in % by arm and test set.
+    """
+    sets = list(next(iter(paper.values())))
+    ours = runs.groupby("arm", sort=False).mean(numeric_only=True)
+    ours = ours.reindex(columns=[f"after:{name}" for name in sets]).set_axis(sets, axis=1)
+    return pd.concat({"here": ours, "paper": pd.DataFrame(paper).T[sets]}, axis=1).rename_axis("arm")
 
 
 class Claim(NamedTuple):
@@ -182,6 +208,8 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     right = by_seed[claim.right] if isinstance(claim.right, str) else claim.right
     differences = (by_seed[claim.left] - right).dropna()
     mean, low, high = mean_interval(differences)
+    if differences.empty:
+        return told | {"reason": f"{claim.left} and {claim.right} have no seed in common"}
     numbers = {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
     against = claim.right if isinstance(claim.right, str) else f"{claim.right:g}"
     interval = f"{low:+.3g} to {high:+.3g}, {len(differences)} seeds" if len(differences) > 1 else "one seed"
@@ -201,4 +229,17 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     told["verdict"] = "not reproduced"
     if max(sign * low, sign * high) < 0:
         return told | {"reason": "the opposite is shown"}
-    return told | {"reason": "undecided, the interval of the difference contains 0"}
+    reason = "undecided, the interval of the difference contains 0"
+    if same := _same_runs(runs, claim):
+        reason += f"; under {same} of {len(differences)} seeds both arms are the same run"
+    return told | {"reason": reason}
+
+
+def _same_runs(runs: pd.DataFrame, claim: Claim) -> int:
+    """Under how many seeds the two arms agree in every measure: neither has done what the other does not."""
+    if not isinstance(claim.right, str):
+        return 0
+    known = [name for name in _FINGERPRINT if name in runs]
+    left, right = (runs[runs["arm"] == arm].set_index("seed")[known] for arm in (claim.left, claim.right))
+    seeds = left.index.intersection(right.index)
+    return int((left.loc[seeds] == right.loc[seeds]).all(axis=1).sum()) if known else 0

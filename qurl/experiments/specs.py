@@ -1,16 +1,23 @@
 """One run of an experiment: the parameters of ``pipelines/train.ipynb``, and what follows from them."""
 
+import dataclasses
 import json
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import pydantic
 
 from qurl.config import QuRLConfig
-from qurl.experiments.recipes import recipe
+from qurl.experiments.recipes import GPUS, recipe
 from qurl.notebook import Parameters
 from qurl.training import RunArguments
 
 _RUN_FIELDS = set(RunArguments.__dataclass_fields__)
+_NAME = re.compile(
+    r"(?P<preset>\w+)-(?P<dtype>bf16|int8|fp8)(?:-(?P<code_bits>\d)bit)?-(?P<objective>[a-z]+)"
+    r"(?:-uaq(?P<uaq_scale>[\d.e+-]+?)(?P<rates>rates)?)?(?:-lr(?P<learning_rate_factor>[\d.e+-]+)x)?"
+    r"(?:-(?P<steps>\d+)steps)?-seed(?P<seed>\d+)"
+)
 
 
 class RunSpec(Parameters):
@@ -67,12 +74,24 @@ class RunSpec(Parameters):
             parts.append(f"{self.code_bits}bit")
         parts.append(self.objective)
         if self.uaq_scale != 1:
-            parts.append(f"uaq{self.uaq_scale:g}" + ("rates" if self.uaq_mode != "fold" else ""))
+            parts.append(f"uaq{_text(self.uaq_scale)}" + ("rates" if self.uaq_mode != "fold" else ""))
         if self.learning_rate_factor != 1:
-            parts.append(f"lr{self.learning_rate_factor:g}x")
+            parts.append(f"lr{_text(self.learning_rate_factor)}x")
         if self.steps:
             parts.append(f"{self.steps}steps")
         return "-".join([*parts, f"seed{self.seed}"])
+
+    @classmethod
+    def from_name(cls, experiment: str, name: str) -> "RunSpec":
+        """The run that is kept under ``name``; ValueError if that is no name of a run."""
+        if not (found := _NAME.fullmatch(name)):
+            raise ValueError(f"{name!r} is no name of a run")
+        values = {key: value for key, value in found.groupdict().items() if value is not None}
+        mode = {"uaq_mode": "learning_rates"} if values.pop("rates", None) else {}
+        spec = cls(experiment=experiment, **values, **mode)
+        if spec.name != name:
+            raise ValueError(f"{name!r} is no name of a run, but {spec.name!r} would be")
+        return spec
 
     def fields(self) -> dict:
         """Every field that this run sets, of both dataclasses: the recipe's, then the run's own."""
@@ -87,6 +106,31 @@ class RunSpec(Parameters):
             "seed": self.seed,
         }
         return values | ({"max_steps": self.steps} if self.steps else {})
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on one batch of rollouts."""
+        values = self.fields()
+        return values["steps_per_generation"] // values["gradient_accumulation_steps"]
+
+    def difference(self, recorded: dict[str, Any]) -> str | None:
+        """In which setting a kept run is not this one, in words: recipes change; None where it is.
+
+        Parameters
+        ----------
+        recorded : dict
+            ``run`` of the run's ``result.json``: every field of `RunArguments`, and those of `QuRLConfig` that are not
+            at their defaults.
+        """
+        fields = [field for kind in (RunArguments, QuRLConfig) for field in dataclasses.fields(kind)]
+        defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+        for name, value in self.fields().items():
+            if name in _NOT_RECORDED:
+                continue
+            there = recorded.get(name, defaults.get(name))
+            if there != value and (there or value):  # an option that is not set is None, {} or []
+                return f"{name}={there!r}, where the recipe has {value!r}"
+        return None
 
     def arguments(self, output_dir) -> tuple[RunArguments, QuRLConfig]:
         """What `qurl.training.train` takes; ValueError for what is not possible together."""
@@ -106,6 +150,16 @@ class RunSpec(Parameters):
         return words
 
 
+# Where a run reports does not make it another one.
+_NOT_RECORDED = {"report_to"}
+
+
+def _text(number: float) -> str:
+    """As short as it can be without being another number's."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
 def _word(value) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
@@ -114,6 +168,16 @@ class TrainConfig(RunSpec):
     """Parameters of ``pipelines/train.ipynb``: a run, and the store that keeps it."""
 
     runs_dir: str = pydantic.Field("", examples=["runs"])
+
+    @pydantic.field_validator("preset")
+    @classmethod
+    def _of_one_process(cls, preset: str) -> str:
+        if preset == "paper":
+            raise ValueError(
+                f"preset='paper' counts its batches on {GPUS} processes, and a notebook is one: use smoke or cpu, or "
+                "see the commands for accelerate with qurl reproduce --preset paper --dry-run"
+            )
+        return preset
 
     @property
     def spec(self) -> RunSpec:

@@ -16,7 +16,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from qurl.experiments.specs import RunSpec
-from qurl.notebook import output_folder
+from qurl.notebook import output_folder, project_root
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,15 @@ class RunStore:
     Parameters
     ----------
     root : str or path, optional
-        Relative paths start at the project's root; default ``runs``.
+        Relative paths start at the project's root; default ``runs``. Reading makes no folder.
     """
 
     def __init__(self, root: str | os.PathLike = ""):
-        self.root = output_folder(str(root))
+        self.root = project_root() / (Path(root).expanduser() if str(root) else "runs")
+
+    def prepare(self) -> None:
+        """Make the folder; ParameterError if it cannot be written to."""
+        output_folder(str(self.root), parameter="runs_dir")
 
     def folder(self, spec: RunSpec) -> Path:
         """Of a run, whether it is there or not."""
@@ -96,6 +100,10 @@ class RunStore:
             raise ValueError(
                 f"{folder} holds a damaged run ({error}): delete the folder, and it is repeated."
             ) from None
+        if other := spec.difference(result.get("run", {})) if "run" in result else None:
+            raise ValueError(
+                f"{folder} was trained with {other}: delete the folder, and the run is repeated."
+            )
         return Run(spec, result, metrics)
 
     def finished(self, specs: Iterable[RunSpec]) -> list[Run]:
@@ -103,14 +111,15 @@ class RunStore:
         return [self.load(spec) for spec in specs if self.state(spec) == "finished"]
 
     def __iter__(self) -> Iterator[Run]:
-        """All finished runs of the store that come from a spec; damaged ones are named in the log and left out."""
+        """All finished runs of the store; damaged ones are named in the log and left out."""
         for file in sorted(self.root.glob("*/*/result.json")):
             try:
-                result = json.loads(file.read_text())
-                values = result.get("spec")  # figures have none
-                if values and file.parent == self.folder(spec := RunSpec(**values)):
-                    yield self.load(spec)
-            except (OSError, ValueError, AttributeError) as error:
+                spec = RunSpec.from_name(file.parent.parent.name, file.parent.name)
+            except ValueError:  # a figure, or a run of one's own
+                continue
+            try:
+                yield self.load(spec)
+            except (OSError, ValueError) as error:
                 logger.warning("left out: %s: %s", file.parent, error)
 
     def table(self) -> pd.DataFrame:
@@ -127,7 +136,13 @@ def _read_result(folder: Path) -> dict[str, Any]:
 
 def summary_row(run: Run) -> dict[str, Any]:
     """A run in one row; accuracies in %."""
-    accuracy = run.result.get("accuracy") or {}
-    scores = {name: 100 * accuracy[name]["mean"] for name in ("before", "after", "gain") if name in accuracy}
     about = {name: run.result.get(name) for name in ("steps", "seconds", "date", "git_commit")}
-    return run.spec.model_dump() | scores | about
+    return run.spec.model_dump() | accuracies(run.result) | about
+
+
+def accuracies(result: dict[str, Any]) -> dict[str, float]:
+    """``before``, ``after`` and ``gain`` of a run in %, and with several test sets ``after:NAME`` of each."""
+    accuracy = result.get("accuracy") or {}
+    scores = {name: 100 * accuracy[name]["mean"] for name in ("before", "after", "gain") if name in accuracy}
+    sets = accuracy.get("after", {}).get("tasks", {})
+    return scores | {f"after:{name}": 100 * value for name, value in sets.items()}

@@ -10,14 +10,14 @@ import pydantic
 from transformers import TrainerCallback
 
 from qurl.diagnostics import history
-from qurl.experiments.results import CURVES
+from qurl.experiments.results import curves as run_windows
 from qurl.experiments.store import Run, RunStore
 from qurl.notebook import ParameterError, Parameters
 from qurl.plots import curves, windowed
 from qurl.rewards import completion_text
 
 
-class TrainConfig(Parameters):
+class LiveTrainConfig(Parameters):
     """Parameters of ``notebooks/40_train.ipynb``."""
 
     model: str = pydantic.Field(examples=["tiny"])
@@ -120,7 +120,7 @@ def run_curves_table(runs: dict[str, Run]) -> pd.DataFrame:
     """Windows of several runs' metrics, for `qurl.plots.curves`; runs that differ in the seed alone are one arm."""
     tables = []
     for name, run in runs.items():
-        tables.append(windowed(run.metrics, CURVES).assign(arm=arm_name(name, run), seed=run.spec.seed))
+        tables.append(run_windows(run).assign(arm=arm_name(name, run), seed=run.spec.seed))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -157,7 +157,7 @@ def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title:
     ----------
     table : pandas.DataFrame
         From `qurl.experiments.results.scores`: ``label``, ``mean``, ``low``, ``high`` (NaN without interval), ``paper``
-        (NaN where the paper has no such arm), all in %.
+        (NaN where the paper has no such arm), all in %; optionally ``paper_other``, another reading of the paper.
     seeds : pandas.DataFrame
         A row per run: ``label``, ``after``.
     paper_title : str
@@ -198,6 +198,17 @@ def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title:
     ours.set_yticks(rows, labels)
     ours.set_ylim(len(labels) - 0.5, -0.5)
     paper.scatter(table["paper"], rows, marker="s", s=52, color=PALETTE[3], label="reported", zorder=3)
+    if "paper_other" in table:
+        label = "another reading of it"
+        paper.scatter(
+            table["paper_other"],
+            rows,
+            marker="s",
+            s=52,
+            facecolors="none",
+            edgecolors=PALETTE[3],
+            label=label,
+        )
     for row, value in zip(rows, table["paper"], strict=True):
         if np.isnan(value):
             paper.annotate(
@@ -220,12 +231,12 @@ def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title:
             )
     paper.margins(x=0.18)
     paper.set(xlabel="Accuracy (%)", title=f"The paper\n{paper_title}")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     return figure
 
 
-def run_curves(metrics: pd.DataFrame, *, title: str = "") -> Figure:
+def run_curves(metrics: pd.DataFrame, *, title: str = "", steps_per_batch: int = 1) -> Figure:
     """`curves` of one run: reward, mismatch and clipping.
 
     Parameters
@@ -233,13 +244,19 @@ def run_curves(metrics: pd.DataFrame, *, title: str = "") -> Figure:
     metrics : pandas.DataFrame
         Indexed by "step", one row per logged step.
     title : str
+    steps_per_batch : int
+        Optimizer steps on one batch of rollouts, which a window does not cut.
 
     Returns
     -------
     matplotlib.figure.Figure
     """
     panels = ("reward", "mismatch/kl_k3", "clip_ratio/region_mean")
-    return curves(windowed(metrics, panels).assign(arm="this run", seed=0), panels, title=title)
+    return curves(
+        windowed(metrics, panels, multiple=steps_per_batch).assign(arm="this run", seed=0),
+        panels,
+        title=title,
+    )
 
 
 _PANEL_TITLES = {"dapo": "DAPO", "gsm8k": "GSM8K", "deepscaler": "DeepScaleR"}
