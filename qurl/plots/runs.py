@@ -224,9 +224,10 @@ def scores(table: pd.DataFrame, seeds: pd.DataFrame, *, paper_title: str, title:
             paper.annotate(
                 f"{value:.4g}",
                 (value, row),
-                xytext=(9, 0),
+                xytext=(0, 6),
                 textcoords="offset points",
-                va="center",
+                ha="center",
+                va="bottom",
                 fontsize="small",
             )
     paper.margins(x=0.18)
