@@ -29,18 +29,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figures", required=True, type=lambda text: text.split(","), help="tables, by name")
+    parser.add_argument(
+        "--figures", required=True, type=lambda text: text.replace(" ", "").split(","), help="tables, by name"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of each arm (default: %(default)s)")
     parser.add_argument("--k", type=int, default=16, help="samples of each problem (default: %(default)s)")
     parser.add_argument("--runs-dir", default="", help="the run store (default: runs)")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     options = parser.parse_args()
-    if unknown := set(options.figures) - set(FIGURES):
-        parser.error(f"--figures {unknown.pop()} is not possible: use some of {', '.join(FIGURES)}.")
+    tables = [figure for figure in FIGURES if figure.startswith("tab_")]
+    if unknown := set(options.figures) - set(tables):
+        parser.error(f"--figures {unknown.pop()} is not possible: use some of {', '.join(tables)}.")
+    figures = list(dict.fromkeys(options.figures))
+    for name, value in (("seeds", options.seeds), ("k", options.k)):
+        if value < 1:
+            parser.error(f"--{name} {value} is not possible: use a whole number from 1 on.")
+    options.output.mkdir(parents=True, exist_ok=True)
     store = RunStore(options.runs_dir)
     wanted = [
         (figure, arm, arm.run("cpu", seed))
-        for figure in options.figures
+        for figure in figures
         for arm in arms(figure, "cpu")
         for seed in range(options.seeds)
     ]
@@ -70,7 +78,7 @@ def main() -> None:
         hardware = engine.description["hardware"]
     table = pd.DataFrame(rows)
     claims = []
-    for figure in options.figures:
+    for figure in figures:
         runs = table[table["figure"] == figure]
         print(scores(runs)[["label", "mean", "low", "high"]].round(2).to_string(index=False))
         claims += [
@@ -79,7 +87,6 @@ def main() -> None:
             if claim.measure == "after"
         ]
     print_claims(claims)
-    options.output.mkdir(parents=True, exist_ok=True)
     write_whole(options.output / "accuracy.csv", table.round(3).to_csv(index=False))
     result = provenance(k=options.k, seeds=options.seeds, hardware=hardware) | {"claims": claims}
     write_whole(options.output / "result.json", json.dumps(result, indent=2) + "\n")

@@ -6,7 +6,6 @@ arose.
 
 import argparse
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import qurl
 from qurl.arguments import split_numbers
 from qurl.evaluation_command import add_eval_command
+from qurl.interrupts import end_in_order
 from qurl.serve_command import add_serve_command
 
 
@@ -126,9 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _reproduce(arguments: argparse.Namespace) -> int:
     from qurl.experiments.orchestrator import reproduce
 
-    # Ended by a batch system or with its terminal as by Ctrl-C: its runs end with it.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    end_in_order()
     try:
         complete = reproduce(
             arguments.preset,
@@ -223,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"qurl: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("qurl: stopped.", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The card that a trained policy carries to a model hub: what it was trained with, and whom to cite."""
 
+import os
+import re
 from importlib.metadata import version
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -36,6 +38,13 @@ Versions: {{ versions }}.
 To cite: *QuRL: Efficient Reinforcement Learning with Quantized Rollout*, arXiv 2602.13953; *DeepSeekMath* (GRPO),
 arXiv 2402.03300; von Werra et al., *TRL: Transformers Reinforcement Learning*, github.com/huggingface/trl.
 """
+
+
+def hub_id(name_or_path: str) -> str | None:
+    """Of a model by its name or its folder in the hub's cache; None for any other folder."""
+    if cached := re.search(r"models--(.+)/snapshots/", f"{name_or_path}/"):
+        return cached[1].replace("--", "/")
+    return name_or_path if name_or_path and not os.path.isdir(name_or_path) else None
 
 
 def model_card(

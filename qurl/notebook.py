@@ -167,6 +167,14 @@ def project_root() -> Path:
     return Path.cwd()
 
 
+def absolute(folder: str, *default: str, parameter: str = "output_dir") -> Path:
+    """``folder`` from the project's root on, or ``runs/<default parts>``; ParameterError for an unknown ``~user``."""
+    try:
+        return project_root() / (Path(folder).expanduser() if folder else Path("runs", *default))
+    except RuntimeError:
+        raise ParameterError(f"{parameter}={folder!r} names a user that is not known here.") from None
+
+
 def output_folder(output_dir: str, *default: str, parameter: str = "output_dir") -> Path:
     """Make the folder for results, before anything slow runs.
 
@@ -191,7 +199,7 @@ def output_folder(output_dir: str, *default: str, parameter: str = "output_dir")
         If it cannot be made or written to.
     """
     parts = (part.strip("/").replace("/", "-") for part in default)
-    folder = project_root() / (Path(output_dir).expanduser() if output_dir else Path("runs", *parts))
+    folder = absolute(output_dir, *parts, parameter=parameter)
     if folder.is_file():
         raise ParameterError(
             f"{parameter}={output_dir!r} is a file: pass a folder, which is made if it is not there."

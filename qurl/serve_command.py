@@ -2,8 +2,9 @@
 
 import argparse
 import logging
-import signal
 import sys
+
+from qurl.interrupts import end_in_order
 
 
 def add_serve_command(commands) -> None:
@@ -68,9 +69,7 @@ def _serve_until_stopped(arguments: argparse.Namespace) -> int:
     logging.getLogger("qurl").setLevel(logging.INFO)
     names = ("code_bits", "host", "port", "max_model_len", "max_num_seqs", "tensor_parallel_size")
     names += ("data_parallel_size", "gpu_memory_utilization", "transfer", "seed", "start_seconds")
-    # Ended by a batch system or with its terminal as by Ctrl-C: in order.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    end_in_order()
     try:
         options = {name: getattr(arguments, name) for name in names}
         with RolloutServer(arguments.model, arguments.dtype, **options) as server:

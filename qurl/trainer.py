@@ -63,7 +63,7 @@ from qurl.checks import (
 from qurl.config import QuRLConfig
 from qurl.diagnostics import k3, mismatch_stats
 from qurl.dynamic_sampling import equal_groups, further_rows, prompt_key, replace_groups
-from qurl.model_card import model_card
+from qurl.model_card import hub_id, model_card
 from qurl.models import resolve_model
 from qurl.objectives import anchor, clip_bounds, importance_weights, loss_weight
 from qurl.processes import load_to_numbered_cpus
@@ -611,11 +611,10 @@ class QuRLTrainer(GRPOTrainer):
         """Write `qurl.model_card.model_card` beside the checkpoints."""
         if not self.is_world_process_zero():
             return
-        known = self.model.config.name_or_path
         card = model_card(
-            model_name,
+            model_name or Path(self.args.output_dir).name,
             self.args,
-            base_model=known if known and not os.path.isdir(known) else None,
+            base_model=hub_id(self.model.config.name_or_path),
             dataset_name=dataset_name,
             tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())],
         )

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PrinterCallback, TrainerCallback
 from trl import TrlParser
 
 from qurl.arguments import number, whole_number
@@ -228,7 +228,7 @@ def train(
     judges = _held_out(run) if run.eval_k else []
     for judge in judges:
         judge.self_check(tokenizer)
-        _check_lengths(judge, tokenizer, config)
+        _check_lengths(judge, tokenizer, run, config, AutoConfig.from_pretrained(path))
     dataset, too_long = _fitting(task, tokenizer, config)
 
     with contextlib.ExitStack() as stack:
@@ -295,10 +295,15 @@ def _require_all_processes(config: QuRLConfig) -> None:
 def _finished(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The result of a finished run with these parameters, None where there is something to do."""
     _same_run(folder, asked)
-    if not (folder / "result.json").is_file():
+    file = folder / "result.json"
+    if not file.is_file():
         return None
+    result = _read_json(file)
+    if not {"run", "accuracy", "steps", "seconds"} <= result.keys():
+        raise ValueError(f"{file} is not the result of a run: choose another output_dir.")
+    _require_same(folder, asked, result["run"])
     logger.info("%s is finished: it is read and not repeated.", folder)
-    return _read_json(folder / "result.json")
+    return result
 
 
 @contextlib.contextmanager
@@ -339,11 +344,23 @@ def _fitting(task: Task, tokenizer, config: QuRLConfig) -> tuple[Any, int]:
     return task.dataset.select(fits) if left_out else task.dataset, left_out
 
 
-def _check_lengths(task: Task, tokenizer, config: QuRLConfig) -> None:
+def _check_lengths(
+    task: Task, tokenizer, run: RunArguments, config: QuRLConfig, model: PreTrainedConfig
+) -> None:
     """A problem that is left out would change the score, so a held-out prompt that does not fit is refused."""
+    longest_prompt = max(_prompt_lengths(task, tokenizer))
+    room = longest_prompt
+    if config.vllm_max_model_length is not None:
+        room = max(room, config.vllm_max_model_length - config.max_completion_length)
+    positions = getattr(model, "max_position_embeddings", None)
+    if run.eval_max_tokens and positions and room + run.eval_max_tokens > positions:
+        raise ValueError(
+            f"eval_max_tokens={run.eval_max_tokens} and {room} tokens for prompts exceed the {positions} positions of "
+            f"the model: use at most {positions - room}."
+        )
     if config.vllm_max_model_length is None:
         return
-    needed = max(_prompt_lengths(task, tokenizer)) + config.max_completion_length
+    needed = longest_prompt + config.max_completion_length
     if needed > config.vllm_max_model_length:
         raise ValueError(
             f"vllm_max_model_length={config.vllm_max_model_length} is too short for task {task.name!r}, whose longest "
@@ -407,6 +424,10 @@ def _same_run(folder: Path, asked: dict[str, Any]) -> None:
         there = dict(yaml.safe_load(file.read_text()))
     except (yaml.YAMLError, TypeError, ValueError):
         raise ValueError(f"{file} is damaged: delete the folder, or choose another output_dir.") from None
+    _require_same(folder, asked, there)
+
+
+def _require_same(folder: Path, asked: dict[str, Any], there: dict[str, Any]) -> None:
     # An earlier version did not name fields that it did not have.
     usual = {"processes": 1} | dataclasses.asdict(RunArguments())
     asked, there = usual | asked, usual | there

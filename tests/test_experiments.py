@@ -22,7 +22,6 @@ from qurl.experiments.paper import DEEPSCALER_SETS, TABLES
 from qurl.experiments.recipes import GPUS
 from qurl.experiments.results import Claim, collect, judge, mean_interval, measures, scores
 from qurl.experiments.store import Run
-from qurl.training import _asked
 
 # Recipes and specs -------------------------------------------------------------------------------------------------
 
@@ -235,26 +234,6 @@ def test_reading_a_store_makes_no_folder(tmp_path):
     store.root.touch()
     with pytest.raises(notebook.ParameterError, match=r"runs_dir=.*typo' is a file"):
         store.prepare()
-
-
-def test_a_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, finish_run):
-    """Recipes change; a figure that mixes runs from before and after says nothing."""
-    store = RunStore(tmp_path)
-    finish_run(store, SPEC)
-    file = store.folder(SPEC) / "result.json"
-    result = json.loads(file.read_text())
-    run, config = SPEC.arguments(tmp_path)
-    for change, sentence in (
-        ({}, None),
-        ({"learning_rate": 1e-4}, "learning_rate=0.0001, where the recipe has 3e-05"),
-        ({"beta": 0.1}, "beta=0.1, where the recipe has 0.0"),
-    ):
-        file.write_text(json.dumps(result | {"run": _asked(run, config) | change}))
-        if sentence is None:
-            assert store.load(SPEC).spec == SPEC
-            continue
-        with pytest.raises(ValueError, match=f"was trained with {sentence}: delete the folder"):
-            store.load(SPEC)
 
 
 def test_damaged_and_missing_files_are_told(tmp_path, finish_run):

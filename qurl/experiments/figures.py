@@ -1,5 +1,6 @@
 """What the notebooks of figures and tables share: their parameters, their runs, and the paper's claims."""
 
+import shlex
 from typing import Any, Literal
 
 import pydantic
@@ -45,6 +46,8 @@ def read_runs(figure: str, config: FigureConfig) -> Results:
         Orchestrator(store, core_count(), report=lambda line: print(line, flush=True)).fill(wanted)
     results = collect(store, figure, config.preset, config.seeds)
     command = f"qurl reproduce --preset {config.preset} --only {figure} --seeds {config.seeds}"
+    if store.root != RunStore().root:
+        command += f" --runs-dir {shlex.quote(str(store.root))}"
     if config.preset == "paper":
         command += " --dry-run"
     if not len(results.runs):

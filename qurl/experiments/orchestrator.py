@@ -27,6 +27,7 @@ from qurl.experiments.recipes import PRESETS
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
 from qurl.files import whole_file, write_whole
+from qurl.interrupts import uninterrupted
 from qurl.notebook import project_root
 
 PIPELINES = ("fig_speedup", "fig_weight_update", *FIGURES)
@@ -47,6 +48,7 @@ class _Job:
     log: IO
     slot: int
     claim: contextlib.ExitStack
+    log_start: int  # what an earlier attempt has said stands before it
     started: float = field(default_factory=time.monotonic)
     # Its kernel has a session of its own and outlives papermill, so it is noted while papermill still is its parent.
     processes: set[psutil.Process] = field(default_factory=set)
@@ -144,6 +146,8 @@ class Orchestrator:
                 "smoke or cpu, or see the commands, memory and time with qurl reproduce --preset paper --dry-run."
             )
         self.store.prepare()
+        for spec in waiting:
+            self.store.require_recipe(spec)
         self._seconds = [
             run.result["seconds"] for run in self.store.finished(specs)
         ]  # also finds damaged ones
@@ -157,8 +161,11 @@ class Orchestrator:
                     self.report(self._progress(specs, waiting))
                 time.sleep(_POLL_SECONDS)
         finally:
-            for job in self._running:
-                self._stop(job, "stopped")
+            with uninterrupted():
+                for job in self._running:
+                    self._ask_to_end(job)
+                for job in self._running:
+                    self._stop(job, "stopped")
             self._running = []
         return all(self.store.state(spec) == "finished" for spec in specs)
 
@@ -183,10 +190,10 @@ class Orchestrator:
                     f"{self.store.root} has {free >> 20} MiB left, and a run needs {_FREE_BYTES >> 20}: make room, and "
                     "start again; what is finished stays."
                 )
-            self._running.append(self._launch(spec, claim))
+            self._launch(spec, claim)
         return left
 
-    def _launch(self, spec: RunSpec, claim: contextlib.ExitStack) -> _Job:
+    def _launch(self, spec: RunSpec, claim: contextlib.ExitStack) -> None:
         slot = min(set(range(self.jobs)) - {job.slot for job in self._running})
         log = open(self.store.folder(spec) / "train.log", "a")  # noqa: SIM115 (closed when the run ends)
         command = [sys.executable, "-m", *self.command(spec, self.store)]
@@ -199,8 +206,8 @@ class Orchestrator:
             start_new_session=True,  # Ctrl-C in a terminal is for the orchestrator, which stops its runs
             preexec_fn=lambda: self._pin(slot),
         )
+        self._running.append(_Job(spec, process, log, slot, claim, log_start=log.tell()))
         self.report(f"started {spec.experiment}/{spec.name}")
-        return _Job(spec, process, log, slot, claim)
 
     def _threads(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(max(1, core_count() // self.jobs))} if self.jobs > 1 else {}
@@ -231,15 +238,20 @@ class Orchestrator:
                 continue
             else:
                 self._close(job)
-                self.failed[job.spec] = _last_line(job.log.name)
+                self.failed[job.spec] = _last_line(job.log.name, job.log_start)
+                if job.process.returncode < 0:
+                    self.failed[job.spec] += f" (killed by signal {-job.process.returncode})"
             self.report(f"FAILED {name}: {self.failed[job.spec]} (log: {job.log.name})")
 
-    def _stop(self, job: _Job, why: str) -> None:
+    def _ask_to_end(self, job: _Job) -> None:
         job.note_processes()
         with contextlib.suppress(ProcessLookupError):
             job.process.terminate()  # papermill then shuts its kernel down and keeps what was executed
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(10)
+
+    def _stop(self, job: _Job, why: str) -> None:
+        self._ask_to_end(job)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.process.wait(10)
         self.failed[job.spec] = why
         self._close(job)
 
@@ -280,9 +292,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{max(1, round(seconds / 60))} min"
 
 
-def _last_line(log: str) -> str:
-    """What a failed process said last that is not part of a notebook's cell."""
-    lines = [line.strip() for line in Path(log).read_text(errors="replace").splitlines()]
+def _last_line(log: str, start: int = 0) -> str:
+    """What a failed process said last that is not part of a notebook's cell, from a byte of its log on."""
+    text = Path(log).read_bytes()[start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
     telling = [line for line in lines if line and not set(line) <= set("-^~ ")]
     errors = [line for line in telling if "Error" in line.split(":")[0]]
     return (errors or telling or ["no output"])[-1][:300]
@@ -371,7 +384,7 @@ def reproduce(
             if drawn and promote:
                 _promote(folder, results_root() / figure / folder.name, report)
     if promote:
-        write_whole(results_root() / "claims.md", claims_table(results_root()))
+        write_whole(results_root() / "claims.md", claims_table(results_root(), report))
         report(f"results: {results_root()}, all verdicts in claims.md")
     return complete
 
@@ -419,8 +432,9 @@ def results_root() -> Path:
 
 def _promote(folder: Path, target: Path, report: Callable[[str], None]) -> None:
     """Copy pictures and tables, each whole or not at all; what shows fewer runs does not replace what shows more."""
-    new = json.loads((folder / "result.json").read_text())
-    old = json.loads((target / "result.json").read_text()) if (target / "result.json").is_file() else {}
+    new, old = (_result(place / "result.json", report) for place in (folder, target))
+    if new is None or old is None:
+        return
     if new.get("missing"):
         report(f"  {target} is left as it is: {len(new['missing'])} runs of this figure are not finished")
         return
@@ -434,7 +448,23 @@ def _promote(folder: Path, target: Path, report: Callable[[str], None]) -> None:
                 shutil.copyfile(file, partial)
 
 
-def claims_table(root: Path) -> str:
+def _result(file: Path, report: Callable[[str], None]) -> dict | None:
+    """A figure's result; {} if there is none, None after a report if it is damaged."""
+    try:
+        result = json.loads(file.read_text()) if file.is_file() else {}
+        claims = result.get("claims") or []
+        seeds = result.get("seeds", 0)
+        if isinstance(seeds, int) and all(
+            {"claim", "paper", "ours", "verdict", "reason"} <= set(c) for c in claims
+        ):
+            return result
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass
+    report(f"  {file} is damaged and left out: restore or delete it")
+    return None
+
+
+def claims_table(root: Path, report: Callable[[str], None] = print) -> str:
     """All verdicts below a folder of results as a Markdown page, by pipeline."""
     lines = [
         "# The paper's claims, and what came out here",
@@ -442,9 +472,8 @@ def claims_table(root: Path) -> str:
         "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commits and hardware.",
     ]
     for file in sorted(root.glob("*/*/result.json")):
-        result = json.loads(file.read_text())
-        claims = result.get("claims")
-        if not claims:
+        result = _result(file, report) or {}
+        if not (claims := result.get("claims")):
             continue
         place = file.parent.relative_to(root)
         lines += ["", f"## [{place}]({place})", "", *_arms(result.get("runs", []))]

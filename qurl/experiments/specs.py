@@ -124,10 +124,10 @@ class RunSpec(Parameters):
         """
         fields = [field for kind in (RunArguments, QuRLConfig) for field in dataclasses.fields(kind)]
         defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-        for name, value in self.fields().items():
-            if name in _NOT_RECORDED:
-                continue
-            there = recorded.get(name, defaults.get(name))
+        usual = defaults | {"processes": 1}
+        wanted = usual | self.fields() | {"processes": GPUS if self.preset == "paper" else 1}
+        for name in sorted((recorded.keys() | self.fields().keys() | {"processes"}) - _NOT_RECORDED):
+            there, value = recorded.get(name, usual.get(name)), wanted.get(name)
             if there != value and (there or value):  # an option that is not set is None, {} or []
                 return f"{name}={there!r}, where the recipe has {value!r}"
         return None
@@ -150,8 +150,8 @@ class RunSpec(Parameters):
         return words
 
 
-# Where a run reports does not make it another one.
-_NOT_RECORDED = {"report_to"}
+# Where a run reports does not make it another one; accelerate's own settings are derived.
+_NOT_RECORDED = {"report_to", "accelerator_config"}
 
 
 def _text(number: float) -> str:
@@ -174,8 +174,8 @@ class TrainConfig(RunSpec):
     def _of_one_process(cls, preset: str) -> str:
         if preset == "paper":
             raise ValueError(
-                f"preset='paper' counts its batches on {GPUS} processes, and a notebook is one: use smoke or cpu, or "
-                "see the commands for accelerate with qurl reproduce --preset paper --dry-run"
+                f"counts its batches on {GPUS} processes, and a notebook is one; qurl reproduce --preset paper "
+                "--dry-run shows the commands for accelerate"
             )
         return preset
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 from filelock import FileLock, Timeout
 
 from qurl.experiments.specs import RunSpec
-from qurl.notebook import output_folder, project_root
+from qurl.notebook import ParameterError, absolute, output_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,14 @@ class RunStore:
     """
 
     def __init__(self, root: str | os.PathLike = ""):
-        self.root = project_root() / (Path(root).expanduser() if str(root) else "runs")
+        self.root = absolute(str(root), parameter="runs_dir")
 
     def prepare(self) -> None:
-        """Make the folder; ParameterError if it cannot be written to."""
+        """Make the folder; ParameterError if it cannot be written to, or papermill would take it for a pattern."""
+        if set("{}") & set(str(self.root)):
+            raise ParameterError(
+                f"runs_dir={str(self.root)!r} has braces, which papermill fills in: use another."
+            )
         output_folder(str(self.root), parameter="runs_dir")
 
     def folder(self, spec: RunSpec) -> Path:
@@ -61,6 +66,8 @@ class RunStore:
                 return "stopped"
         except Timeout:
             return "running"
+        except OSError:  # of somebody else, who alone may lock and go on with it
+            return "stopped"
 
     @contextlib.contextmanager
     def claim(self, spec: RunSpec) -> Iterator[bool]:
@@ -89,7 +96,7 @@ class RunStore:
         folder = self.folder(spec)
         try:
             result = _read_result(folder)
-            metrics = pd.read_csv(folder / "metrics.csv", index_col="step")
+            metrics = _read_metrics(folder, result["steps"])
         except FileNotFoundError as error:
             if (folder / "result.json").is_file():
                 raise FileNotFoundError(
@@ -100,11 +107,16 @@ class RunStore:
             raise ValueError(
                 f"{folder} holds a damaged run ({error}): delete the folder, and it is repeated."
             ) from None
-        if other := spec.difference(result.get("run", {})) if "run" in result else None:
-            raise ValueError(
-                f"{folder} was trained with {other}: delete the folder, and the run is repeated."
-            )
+        _require_recipe(folder, spec, result.get("run"))
         return Run(spec, result, metrics)
+
+    def require_recipe(self, spec: RunSpec) -> None:
+        """ValueError where the folder holds a run that was begun with other settings than the recipe's."""
+        folder = self.folder(spec)
+        with contextlib.suppress(
+            OSError, yaml.YAMLError
+        ):  # not begun; or damaged, which the run itself tells
+            _require_recipe(folder, spec, yaml.safe_load((folder / "config.yaml").read_text()))
 
     def finished(self, specs: Iterable[RunSpec]) -> list[Run]:
         """Those of ``specs`` that are finished, in their order."""
@@ -127,11 +139,38 @@ class RunStore:
         return pd.DataFrame([summary_row(run) for run in self])
 
 
+def _require_recipe(folder: Path, spec: RunSpec, recorded: Any) -> None:
+    if isinstance(recorded, dict) and (other := spec.difference(recorded)):
+        raise ValueError(f"{folder} was trained with {other}: delete the folder, and the run is repeated.")
+
+
 def _read_result(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
-    if not isinstance(result, dict) or "steps" not in result or "seconds" not in result:
+    kinds = {"steps": int, "seconds": int | float, "accuracy": dict, "run": dict, "engine": dict}
+    if (
+        not isinstance(result, dict)
+        or any(
+            not isinstance(result.get(name), kind)
+            for name, kind in kinds.items()
+            if name in result or name in ("steps", "seconds")
+        )
+        or not all(
+            isinstance(score, dict)
+            for name, score in result.get("accuracy", {}).items()
+            if name != "problems"
+        )
+    ):
         raise ValueError("its result.json is not that of a run")
     return result
+
+
+def _read_metrics(folder: Path, steps: int) -> pd.DataFrame:
+    metrics = pd.read_csv(folder / "metrics.csv", index_col="step")
+    if not len(metrics) or metrics.index.max() != steps or "reward" not in metrics:
+        raise ValueError(f"its metrics.csv does not end at step {steps}")
+    if text := [name for name in metrics if not pd.api.types.is_numeric_dtype(metrics[name])]:
+        raise ValueError(f"the column {text[0]} of its metrics.csv is not of numbers")
+    return metrics
 
 
 def summary_row(run: Run) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def curves(
             )
         if name in _LOGARITHMIC:
             ax.set_yscale("log")
-        else:
+        elif not (table[name] < 0).any():
             ax.set_ylim(bottom=0)
         if name in _SHARES:
             ax.yaxis.set_major_formatter(PercentFormatter(1))
@@ -281,7 +281,7 @@ def convergence(table: pd.DataFrame, *, title: str = "") -> Figure:
     panels = [
         (experiment, dtype)
         for experiment, dtype in dict.fromkeys(zip(table["experiment"], dtypes, strict=True))
-        if dtype != "BF16"
+        if dtype != "BF16" or (dtypes[table["experiment"] == experiment] == "BF16").all()
     ]
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"):
         figure = Figure(figsize=(6.6 * max(len(panels), 1), 7), layout="constrained")
@@ -296,6 +296,7 @@ def convergence(table: pd.DataFrame, *, title: str = "") -> Figure:
         )
         # Below the panel: eight curves leave no room within it.
         sns.move_legend(ax, "upper center", bbox_to_anchor=(0.5, -0.14), ncols=1, title=None, frameon=False)
-    axes[0].set_ylim(bottom=0)
+    if not (table["reward"] < 0).any():
+        axes[0].set_ylim(bottom=0)
     figure.suptitle(title)
     return figure
