@@ -373,17 +373,19 @@ def reproduce(
     if train_only:
         return complete
     promote = preset != "smoke" if promote is None else promote
+    drawn = {}
     for figure in figures:
         for folder, command in figure_commands(figure, preset, seeds, store).items():
             if figure not in FIGURES and (folder / "result.json").is_file():
                 report(f"{figure} is measured already: {folder} (delete it to measure anew)")
-                drawn = True
-            else:
-                drawn = _draw(figure, folder, command, report)
-            complete &= drawn
-            if drawn and promote:
-                _promote(folder, results_root() / figure / folder.name, report)
+            elif not _draw(figure, folder, command, report):
+                complete = False
+                continue
+            drawn[folder] = results_root() / figure / folder.name
     if promote:
+        # Not before all are drawn: in a checkout the first copy would make the others' commit a dirty one.
+        for folder, target in drawn.items():
+            _promote(folder, target, report)
         write_whole(results_root() / "claims.md", claims_table(results_root(), report))
         report(f"results: {results_root()}, all verdicts in claims.md")
     return complete
