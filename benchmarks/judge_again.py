@@ -1,6 +1,6 @@
 """The final policies of finished runs, judged by more samples: how much of an interval over seeds is the evaluation's.
 
-    python -m benchmarks.judge_again --figures tab_dapo,tab_deepscaler --k 16 --output data/results/judge_again
+    python -m benchmarks.judge_again --figures tab_dapo,tab_deepscaler --k 16 --output data/results/judge_again/cpu
 
 A run samples once from each of its 1,000 held-out sums, which leaves a difference of two runs a standard error of 1.3
 to 1.8 points. Here each final policy draws ``k`` samples of the same sums, and the claims on accuracy are judged anew.
@@ -30,14 +30,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--figures", required=True, type=lambda text: text.replace(" ", "").split(","), help="tables, by name"
+        "--figures", required=True, type=lambda text: text.replace(" ", "").split(","), help="by name"
     )
     parser.add_argument("--seeds", type=int, default=3, help="of each arm (default: %(default)s)")
     parser.add_argument("--k", type=int, default=16, help="samples of each problem (default: %(default)s)")
     parser.add_argument("--runs-dir", default="", help="the run store (default: runs)")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     options = parser.parse_args()
-    tables = [figure for figure in FIGURES if figure.startswith("tab_")]
+    tables = [figure for figure in FIGURES if figure != "fig_convergence"]  # which is about rewards
     if unknown := set(options.figures) - set(tables):
         parser.error(f"--figures {unknown.pop()} is not possible: use some of {', '.join(tables)}.")
     figures = list(dict.fromkeys(options.figures))
@@ -82,13 +82,14 @@ def main() -> None:
         runs = table[table["figure"] == figure]
         print(scores(runs)[["label", "mean", "low", "high"]].round(2).to_string(index=False))
         claims += [
-            judge(runs, claim, "cpu") | {"figure": figure}
+            judge(runs, claim._replace(text=f"{figure}: {claim.text}"), "cpu")
             for _, claim in CLAIMS[figure]
             if claim.measure == "after"
         ]
     print_claims(claims)
     write_whole(options.output / "accuracy.csv", table.round(3).to_csv(index=False))
-    result = provenance(k=options.k, seeds=options.seeds, hardware=hardware) | {"claims": claims}
+    result = provenance(k=options.k, seeds=options.seeds, hardware=hardware)
+    result |= {"claims": claims, "runs": table.to_dict("records")}
     write_whole(options.output / "result.json", json.dumps(result, indent=2) + "\n")
 
 
