@@ -169,7 +169,7 @@ def test_matrix_of_the_issue():
     assert all("4-bit codes" in arm.label for arm in arms("tab_dapo", "cpu") if arm.key != "bf16")
     gsm8k = [arm.spec["code_bits"] for arm in arms("tab_gsm8k", "cpu")]
     assert set(gsm8k) == {8}
-    assert [arm.spec["steps"] for arm in arms("fig_divergence", "cpu")] == [3000, 3000, 3000]
+    assert [arm.spec["steps"] for arm in arms("fig_divergence", "cpu")] == [3000, 3000]
     assert all(arm.spec["code_bits"] == 8 for figure in FIGURES for arm in arms(figure, "paper"))
 
 

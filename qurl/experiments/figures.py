@@ -126,6 +126,17 @@ CLAIMS: dict[str, list[tuple[str, Claim]]] = {
             ("bf16", "int8-acr-uaq1.5", "ACR with UAQ: still below BF16"),
         ),
         ("dapo", _uaq_control("1.5")),
+        (
+            "dapo",
+            Claim(
+                "TIS: KL(behav‖prox) grows more than with BF16 rollouts",
+                "no such arm; the cause is named as quantization",
+                "kl_growth",
+                "int8-tis",
+                ">",
+                "bf16",
+            ),
+        ),
     ],
     "tab_deepscaler": [
         *_order(
@@ -206,17 +217,6 @@ CLAIMS: dict[str, list[tuple[str, Claim]]] = {
                 "int8-tis",
                 ">",
                 1.0,
-            ),
-        ),
-        (
-            "dapo",
-            Claim(
-                "TIS: KL(behav‖prox) grows more than with BF16 rollouts",
-                "no such arm; the cause is named as quantization",
-                "kl_growth",
-                "int8-tis",
-                ">",
-                "bf16",
             ),
         ),
         (

@@ -102,11 +102,8 @@ def _uaq_ablation(preset: str) -> list[Arm]:
     ]
 
 
-def _long_runs(preset: str) -> list[Arm]:
-    return [
-        _arm("dapo", "bf16", "tis", preset, steps=_LONG[preset]),
-        *(_arm("dapo", "int8", objective, preset, steps=_LONG[preset]) for objective in ("tis", "acr")),
-    ]
+def _long_pair(preset: str) -> list[Arm]:
+    return [_arm("dapo", "int8", objective, preset, steps=_LONG[preset]) for objective in ("tis", "acr")]
 
 
 def _some(arms: list[Arm], *objectives: str) -> list[Arm]:
@@ -118,7 +115,7 @@ _NEEDS = {
     "fig_convergence": lambda preset: _dapo(preset) + _gsm8k(preset),
     "tab_dapo": _dapo,
     "tab_gsm8k": _gsm8k,
-    "fig_divergence": _long_runs,
+    "fig_divergence": _long_pair,
     "tab_deepscaler": _deepscaler,
     "tab_uaq_ablation": _uaq_ablation,
 }

@@ -42,7 +42,7 @@ TABLES: dict[str, dict[str, float]] = {
 TABLE_TITLES = {
     "tab_gsm8k": "Table 1: GSM8K, PPO, 0.5B",
     "tab_dapo": "Table 2: AIME 2024, DAPO, 7B, Avg@32",
-    "tab_deepscaler": "Table 3: DeepScaleR, GRPO, mean of five sets, Avg@32",
+    "tab_deepscaler": "Table 3: GRPO, 1.5B, five sets, Avg@32",
     "tab_uaq_ablation": "Table 4: AIME 2024, DAPO, 7B, Avg@32",
 }
 
