@@ -316,7 +316,12 @@ def test_a_stopped_run_resumes_from_the_command_line(tmp_path, number):
         "--save_steps", "5", "--eval_k", "0", "--per_device_train_batch_size", "16", "--save_total_limit", "2",
     ]  # fmt: skip
     first = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # A shell's background job ignores Ctrl-C, and hands that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 120
