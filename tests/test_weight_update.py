@@ -240,7 +240,7 @@ def test_notebook(tmp_path):
     assert {path.name for path in folder.iterdir()} == tables | pictures | {"result.json"}
     result = json.loads((folder / "result.json").read_text())
     assert result["settings"]["scales"] == [1.0, 1.5] and result["settings"]["steps"] == 2
-    assert len(result["claims"]) == 7
+    assert len(result["claims"]) == 8
     gain = pd.DataFrame(result["gains"]).set_index(["optimizer", "s", "window", "weights"])["gain"]
     assert gain["sgd", 1.5, FIRST, LINEARS] == pytest.approx(2.25, rel=1e-3)
     assert gain["adamw", 1.5, FIRST, LINEARS] == pytest.approx(1.5, rel=1e-2)
