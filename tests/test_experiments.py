@@ -430,8 +430,11 @@ def test_paper_is_a_plan_and_starts_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("preset", "fix"),
     [
-        ("cpu", r"pass -p run_missing true, or run qurl reproduce --preset cpu --only tab_dapo --seeds 1\.$"),
-        ("paper", r"see qurl reproduce --preset paper --only tab_dapo --seeds 1 --dry-run\.$"),
+        (
+            "cpu",
+            r"pass -p run_missing true, or run qurl reproduce --preset cpu --only tab_dapo --seeds 1 --runs-dir \S+\.$",
+        ),
+        ("paper", r"see qurl reproduce --preset paper --only tab_dapo --seeds 1 --runs-dir \S+ --dry-run\.$"),
     ],
 )
 def test_a_figure_without_runs_says_what_makes_them(tmp_path, preset, fix):
