@@ -226,9 +226,10 @@ def train(
     if run.overlong_buffer:
         rewards.append(SoftOverlong(config.max_completion_length, run.overlong_buffer))
     judges = _held_out(run) if run.eval_k else []
+    model = AutoConfig.from_pretrained(path)
     for judge in judges:
         judge.self_check(tokenizer)
-        _check_lengths(judge, tokenizer, run, config, AutoConfig.from_pretrained(path))
+        _check_lengths(judge, tokenizer, run, config, model)
     dataset, too_long = _fitting(task, tokenizer, config)
 
     with contextlib.ExitStack() as stack:
