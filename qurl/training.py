@@ -36,6 +36,7 @@ from qurl.processes import is_first_to_fail, on_main, one_voice
 from qurl.rewards import SoftOverlong
 from qurl.rollout import RolloutEngine, RolloutError
 from qurl.tasks import Task, load_task
+from qurl.tasks.sources import SOURCES
 from qurl.trainer import QuRLTrainer, TrainingError, last_complete_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class RunArguments:
         overlong_buffer (`int`, *optional*, defaults to `0`):
             Tokens before `max_completion_length` over which DAPO's soft over-long penalty is added to the reward.
         eval_tasks (`list[str]`, *optional*):
-            Tasks that judge the policy, each with its test split; default the held-out problems of `task`.
+            Tasks that judge the policy, each with its test split, or files with problems; default the held-out problems
+            of `task`, of which a file has none.
         eval_options (`dict` or `str`, *optional*):
             Options of these tasks; those of `task` where they differ from `task_options`.
         eval_k (`int`, *optional*, defaults to `1`):
@@ -96,7 +98,7 @@ class RunArguments:
     )
     eval_tasks: list[str] = field(
         default_factory=list,
-        metadata={"help": "Tasks of the evaluations; none: the task's held-out problems."},
+        metadata={"help": "Tasks or files of the evaluations; none: the task's held-out problems."},
     )
     eval_options: dict | str | None = field(
         default=None, metadata={"help": "Options of the held-out task where they differ, as JSON."}
@@ -182,7 +184,6 @@ def train(
     run: RunArguments,
     config: QuRLConfig,
     callbacks: list[TrainerCallback] | None = None,
-    **known: Any,
 ) -> dict[str, Any]:
     """Train a policy and measure its held-out accuracy before and after.
 
@@ -192,8 +193,6 @@ def train(
     config : QuRLConfig
         ``output_dir`` is the folder of the run.
     callbacks : list of transformers.TrainerCallback, optional
-    **known
-        What else ``result.json`` records of the run, such as its experiment.
 
     Returns
     -------
@@ -221,14 +220,14 @@ def train(
     path = resolve_model(run.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task(run.task, "train", **run.task_options)
-    task.self_check(tokenizer)
+    judges = _held_out(run, task) if run.eval_k else []
+    for each in (task, *judges):
+        each.self_check(tokenizer)
     rewards = [*task.reward_functions()]
     if run.overlong_buffer:
         rewards.append(SoftOverlong(config.max_completion_length, run.overlong_buffer))
-    judges = _held_out(run) if run.eval_k else []
     model = AutoConfig.from_pretrained(path)
     for judge in judges:
-        judge.self_check(tokenizer)
         _check_lengths(judge, tokenizer, run, config, model)
     dataset, too_long = _fitting(task, tokenizer, config)
 
@@ -261,7 +260,6 @@ def train(
         def write_result() -> dict[str, Any]:
             table = history(trainer)
             result = {
-                **known,
                 "run": asked,
                 "accuracy": _accuracy(before, after),
                 "steps": trainer.state.global_step,
@@ -295,9 +293,9 @@ def _require_all_processes(config: QuRLConfig) -> None:
 
 def _finished(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The result of a finished run with these parameters, None where there is something to do."""
-    _same_run(folder, asked)
     file = folder / "result.json"
     if not file.is_file():
+        _same_run(folder, asked)
         return None
     result = _read_json(file)
     if not {"run", "accuracy", "steps", "seconds"} <= result.keys():
@@ -369,10 +367,34 @@ def _check_lengths(
         )
 
 
-def _held_out(run: RunArguments) -> list[Task]:
+def _held_out(run: RunArguments, task: Task) -> list[Task]:
+    """The tasks that judge the policy; refused where all their problems are trained on, as with a file of one's own."""
+    fix = "give the held-out problems with --eval_tasks, or leave both evaluations out with --eval_k 0"
     if run.eval_tasks:
-        return [load_task(name, "test", **run.eval_options) for name in run.eval_tasks]
-    return [load_task(run.task, "test", **{**run.task_options, **run.eval_options})]
+        judges = [load_task(name, "test", **run.eval_options) for name in run.eval_tasks]
+    elif run.task in SOURCES and "test" not in SOURCES[run.task].files:
+        raise ValueError(f"task={run.task!r} has no test split that could judge the policy: {fix}.")
+    else:
+        judges = [load_task(run.task, "test", **{**run.task_options, **run.eval_options})]
+    trained = _problems(task)
+    for judge in judges:
+        shared = trained & _problems(judge)
+        if len(shared) == len(judge.dataset):
+            name = f"eval_tasks={judge.name!r}" if run.eval_tasks else f"task={run.task!r}"
+            raise ValueError(f"{name} would judge the policy by the problems it is trained on: {fix}.")
+        if shared:
+            logger.warning(
+                "%d of the %d held-out problems of %s are trained on.",
+                len(shared),
+                len(judge.dataset),
+                judge.name,
+            )
+    return judges
+
+
+def _problems(task: Task) -> set[str]:
+    """Bare texts, whatever their white space."""
+    return {" ".join(text.split()) for text in task.dataset["problem"]}
 
 
 def _asked(run: RunArguments, config: QuRLConfig) -> dict[str, Any]:
@@ -563,7 +585,8 @@ def summary(result: dict[str, Any], folder: str | os.PathLike) -> str:
     for name in ("before", "after", "gain"):
         if score := result["accuracy"].get(name):
             low, high = (100 * bound for bound in score["interval"])
+            unit = "points" if name == "gain" else "%"
             lines.append(
-                f"{name:>6}: {100 * score['mean']:.1f} % ({low:.1f} to {high:.1f}) of held-out samples"
+                f"{name:>6}: {100 * score['mean']:.1f} {unit} ({low:.1f} to {high:.1f}) of held-out samples"
             )
     return "\n".join(lines)

@@ -54,7 +54,7 @@ def finish_run():
         )
         table.to_csv(folder / "metrics.csv")
         accuracy = {"before": {"mean": 0.25}, "after": {"mean": after}, "gain": {"mean": after - 0.25}}
-        result = {"spec": spec.model_dump(), "accuracy": accuracy, "steps": steps, "seconds": 60.0}
+        result = {"accuracy": accuracy, "steps": steps, "seconds": 60.0}
         (folder / "result.json").write_text(json.dumps(result))
 
     return finish

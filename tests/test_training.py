@@ -408,6 +408,32 @@ def test_held_out_prompts_that_are_too_long_are_refused(start, tmp_path):
         start(["1+2="], eval_k=1, eval_tasks=[str(sums)], eval_options=options)
 
 
+def test_problems_that_are_trained_on_do_not_judge(start, tmp_path, caplog):
+    """A file has no split: without other problems, what is called held-out accuracy would be that of training."""
+    format_ = {"chat": False, "answer_format": "exact"}
+    with pytest.raises(ValueError, match=r"problems.jsonl' would judge .* trained on: give .* --eval_tasks"):
+        start(["1+2=", "2+1="], eval_k=1)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(json.dumps({"problem": " 1+2=", "answer": "3"}) + "\n")
+    with pytest.raises(ValueError, match="eval_tasks='copy' would judge"):
+        start(["1+2=", "2+1="], eval_k=1, eval_tasks=[str(copy)], eval_options=format_)
+    with open(copy, "a") as file:
+        file.write(json.dumps({"problem": "0+3=", "answer": "3"}) + "\n")
+    with pytest.raises(AssertionError, match="engine was started"):
+        start(["1+2=", "2+1="], eval_k=1, eval_tasks=[str(copy)], eval_options=format_)
+    assert "1 of the 2 held-out problems of copy are trained on." in caplog.text
+
+
+def test_a_task_without_a_test_split_needs_problems_that_judge(start, tmp_path):
+    """Also where one file is the data of both splits."""
+    with pytest.raises(ValueError, match=r"task='deepscaler' has no test split .* --eval_tasks"):
+        start(["1+2="], task="deepscaler", task_options={"data": "sample"}, eval_k=1)
+    file = tmp_path / "both.jsonl"
+    file.write_text(json.dumps({"question": "1+2=", "answer": "It is #### 3"}) + "\n")
+    with pytest.raises(ValueError, match=r"task='gsm8k' would judge .* --eval_tasks"):
+        start(["1+2="], task="gsm8k", task_options={"data": str(file)}, eval_k=1)
+
+
 def test_a_failed_start_does_not_occupy_the_folder(start, tmp_path):
     for _ in range(2):
         with pytest.raises(AssertionError, match="engine was started"):

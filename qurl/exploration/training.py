@@ -78,7 +78,7 @@ class LiveCurves(TrainerCallback):
         table = history(state.log_history)
         if not len(table) or "reward" not in table:
             return
-        steps_per_batch = max(1, args.steps_per_generation // args.gradient_accumulation_steps)
+        steps_per_batch = max(1, int(args.optimizer_steps_per_batch))
         figure = curves(
             windowed(table, self.panels, multiple=steps_per_batch).assign(arm="this run", seed=0),
             self.panels,
