@@ -511,10 +511,10 @@ def rows(**values: list[float]) -> pd.DataFrame:
     [
         ([60, 61, 62], ">", [50, 51, 52.5], "reproduced"),
         ([60, 61, 62], "<", [50, 51, 52.5], "not reproduced"),
-        ([60, 51, 62], ">", [50, 61, 52], "not reproduced"),
+        ([60, 51, 62], ">", [50, 61, 52], "undecided"),
         ([60, 61, 62], "=", [59, 62, 62], "no difference shown"),
         ([60, 61, 62], "=", [50, 51, 52.5], "they differ"),
-        ([60], ">", [50], "not testable with this preset"),
+        ([60], ">", [50], "undecided"),
     ],
 )
 def test_verdicts(a, relation, b, verdict):
@@ -532,7 +532,7 @@ def test_no_verdict_at_smoke_and_without_runs():
     claim = Claim("a and c", "", "after", "a", ">", "c")
     assert judge(rows(a=[1, 2], c=[0, 0]), claim, "smoke")["verdict"] == "not testable with this preset"
     told = judge(rows(a=[1, 2]), claim, "cpu")
-    assert told["verdict"] == "not testable with this preset" and "no finished run of c" in told["reason"]
+    assert told["verdict"] == "undecided" and "no finished run of c" in told["reason"]
 
 
 def test_arms_that_are_the_same_run_are_told():
@@ -547,16 +547,27 @@ def test_arms_that_are_the_same_run_are_told():
 def test_arms_without_a_common_seed_are_not_judged():
     runs = rows(a=[50, 61], b=[50, 60]).assign(seed=[0, 1, 2, 3])
     told = judge(runs, Claim("", "", "after", "a", ">", "b"), "cpu")
-    assert told["verdict"] == "not testable with this preset" and "no seed in common" in told["reason"]
+    assert told["verdict"] == "undecided" and "no seed in common" in told["reason"]
 
 
-def test_not_reproduced_says_whether_the_opposite_shows_or_nothing():
+def test_not_reproduced_is_the_opposite_and_undecided_neither():
     claim = Claim("", "", "after", "a", ">", "b")
     opposite = judge(rows(a=[50, 51, 52], b=[60, 61, 62.5]), claim, "cpu")
     assert (opposite["verdict"], opposite["reason"]) == ("not reproduced", "the opposite is shown")
     nothing = judge(rows(a=[50, 61, 52], b=[60, 51, 62]), claim, "cpu")
-    assert nothing["verdict"] == "not reproduced" and "undecided" in nothing["reason"]
+    assert (nothing["verdict"], nothing["reason"]) == ("undecided", "the interval holds a difference of 0")
     assert "held-out accuracy, a minus b: -3.33 points (" in nothing["ours"]
+
+
+def test_a_ratio_is_told_as_one():
+    """Student's t with two degrees of freedom at 95 %: 4.303 standard errors, of 0.5 / √3 here."""
+    claim = Claim("", "", "kl_growth", "a", ">", 1.0)
+    runs = rows(a=[2.0, 2.5, 3.0]).rename(columns={"after": "kl_growth"})
+    told = judge(runs, claim, "cpu")
+    assert told["ours"] == "KL(behav‖prox), last tenth over first, a: 2.5 times (1.26 to 3.74, 3 seeds)"
+    assert told["verdict"] == "reproduced" and told["difference"] == 1.5
+    runs["kl_growth"] = [0.9, 2.5, 3.0]
+    assert judge(runs, claim, "cpu")["reason"] == "the interval holds 1"
 
 
 def test_collect_and_scores(tmp_path, finish_run):

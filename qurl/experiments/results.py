@@ -1,7 +1,8 @@
 """From finished runs to the numbers of a figure: a row per run, curves, means over seeds with intervals, verdicts.
 
 Intervals over seeds are Student's t at 95 %. Two arms are compared by their difference under the same seed, which has
-the same start, prompts and order; a claim counts as reproduced if the whole interval lies on its side.
+the same start, prompts and order; a claim counts as reproduced if the whole interval lies on its side, as not reproduced
+if it lies on the other, and else as undecided.
 """
 
 import math
@@ -36,7 +37,7 @@ _TITLES = {
     "reward_last": ("mean reward of the last tenth", ""),
     "reward_change": ("mean reward, last tenth minus first", ""),
     "kl_last": ("KL(behav‖prox) of the last tenth", "nats per token"),
-    "kl_growth": ("KL(behav‖prox), last tenth over first", ""),
+    "kl_growth": ("KL(behav‖prox), last tenth over first", "times"),
     "clip_peak": ("clipped tokens at their peak", "points"),
     "codes_changed": ("codes that a sync changes", "points"),
 }
@@ -197,42 +198,62 @@ def judge(runs: pd.DataFrame, claim: Claim, preset: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``claim``, ``paper``, ``ours`` (text), ``verdict``: "reproduced", "not reproduced" or "not testable with this
-        preset"; ``reason``; ``difference``, ``low``, ``high``, ``seeds``.
+        ``claim``, ``paper``, ``ours`` (text), ``verdict``: "reproduced", "not reproduced" (the opposite shows),
+        "undecided" (the interval holds both, or there is none) or "not testable with this preset"; of a question of
+        ours "they differ" or "no difference shown"; ``reason``; ``difference``, ``low``, ``high``, ``seeds``.
     """
+    told = {"claim": claim.text, "paper": claim.paper, "ours": ""} | _compared(runs, claim)
+    if preset == "smoke":
+        told |= {"verdict": "not testable with this preset", "reason": "a few steps say nothing"}
+    return told
+
+
+def _compared(runs: pd.DataFrame, claim: Claim) -> dict[str, Any]:
     by_seed = {arm: group.set_index("seed")[claim.measure] for arm, group in runs.groupby("arm")}
-    told = {"claim": claim.text, "paper": claim.paper, "ours": "", "verdict": "not testable with this preset"}
     sides = [side for side in (claim.left, claim.right) if isinstance(side, str)]
     if absent := [side for side in sides if side not in by_seed]:
-        return told | {"reason": f"no finished run of {absent[0]}"}
-    right = by_seed[claim.right] if isinstance(claim.right, str) else claim.right
+        return {"verdict": "undecided", "reason": f"no finished run of {absent[0]}"}
+    of_arms = len(sides) == 2
+    right = by_seed[claim.right] if of_arms else claim.right
     differences = (by_seed[claim.left] - right).dropna()
-    mean, low, high = mean_interval(differences)
     if differences.empty:
-        return told | {"reason": f"{claim.left} and {claim.right} have no seed in common"}
+        return {"verdict": "undecided", "reason": f"{claim.left} and {claim.right} have no seed in common"}
+    mean, low, high = mean_interval(differences)
     numbers = {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
-    against = claim.right if isinstance(claim.right, str) else f"{claim.right:g}"
-    interval = f"{low:+.3g} to {high:+.3g}, {len(differences)} seeds" if len(differences) > 1 else "one seed"
     title, unit = _TITLES[claim.measure]
-    difference = f"{mean:+.3g} {unit}".strip()
-    told |= numbers | {"ours": f"{title}, {claim.left} minus {against}: {difference} ({interval})"}
-    if preset == "smoke":
-        return told | {"reason": "a few steps say nothing"}
-    if len(differences) < 2:
-        return told | {"reason": "one seed has no interval"}
+    if of_arms:
+        ours = f"{claim.left} minus {claim.right}: {_interval(mean, low, high, unit, len(differences), '+')}"
+    else:
+        ours = f"{claim.left}: {_interval(mean + right, low + right, high + right, unit, len(differences))}"
+    return numbers | {"ours": f"{title}, {ours}"} | _verdict(runs, claim, low, high, len(differences))
+
+
+def _interval(mean: float, low: float, high: float, unit: str, seeds: int, sign: str = "") -> str:
+    shown = f"{mean:{sign}.3g} {unit}".strip()
+    return (
+        f"{shown} (one seed)"
+        if seeds < 2
+        else f"{shown} ({low:{sign}.3g} to {high:{sign}.3g}, {seeds} seeds)"
+    )
+
+
+def _verdict(runs: pd.DataFrame, claim: Claim, low: float, high: float, seeds: int) -> dict[str, str]:
+    if seeds < 2:
+        return {"verdict": "undecided", "reason": "one seed has no interval"}
     if claim.relation == "=":
-        told["verdict"] = "no difference shown" if low <= 0 <= high else "they differ"
-        return told | {"reason": "a question of ours, which the paper does not ask"}
+        verdict = "no difference shown" if low <= 0 <= high else "they differ"
+        return {"verdict": verdict, "reason": "a question of ours, which the paper does not ask"}
     sign = 1 if claim.relation == ">" else -1
     if min(sign * low, sign * high) > 0:
-        return told | {"verdict": "reproduced", "reason": "the whole interval is on the claim's side"}
-    told["verdict"] = "not reproduced"
+        return {"verdict": "reproduced", "reason": "the whole interval is on the claim's side"}
     if max(sign * low, sign * high) < 0:
-        return told | {"reason": "the opposite is shown"}
-    reason = "undecided, the interval of the difference contains 0"
+        return {"verdict": "not reproduced", "reason": "the opposite is shown"}
+    reason = (
+        f"the interval holds {'a difference of 0' if isinstance(claim.right, str) else f'{claim.right:g}'}"
+    )
     if same := _same_runs(runs, claim):
-        reason += f"; under {same} of {len(differences)} seeds both arms are the same run"
-    return told | {"reason": reason}
+        reason += f"; under {same} of {seeds} seeds both arms are the same run"
+    return {"verdict": "undecided", "reason": reason}
 
 
 def _same_runs(runs: pd.DataFrame, claim: Claim) -> int:
