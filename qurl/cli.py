@@ -14,6 +14,7 @@ import qurl
 from qurl.arguments import split_numbers
 from qurl.evaluation_command import add_eval_command
 from qurl.interrupts import end_in_order
+from qurl.notebook import project_root
 from qurl.serve_command import add_serve_command
 
 
@@ -80,13 +81,15 @@ def build_parser() -> argparse.ArgumentParser:
         default=(),
         type=lambda text: tuple(text.split(",")),
         metavar="NAME[,NAME]",
-        help="some pipelines",
+        help="some of " + ", ".join(path.stem for path in _pipelines()),
     )
     reproduce.add_argument(
         "--seeds", type=int, default=3, help="of each arm: 0, 1 ... (default: %(default)s)"
     )
     reproduce.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one a core)")
-    reproduce.add_argument("--limit-minutes", type=float, help="a run that takes longer is stopped")
+    reproduce.add_argument(
+        "--limit-minutes", type=float, help="a run that takes longer is stopped (default: 180; smoke: 15)"
+    )
     reproduce.add_argument("--runs-dir", default="", metavar="FOLDER", help="the run store (default: runs)")
     reproduce.add_argument("--train-only", action="store_true", help="leave the figures and tables out")
     reproduce.add_argument(
@@ -105,6 +108,10 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a policy with quantized rollouts", add_help=False)
     train.set_defaults(run=_train, takes_fields=True)
     return parser
+
+
+def _pipelines() -> list[Path]:
+    return sorted(path for path in (project_root() / "pipelines").glob("*.ipynb") if path.stem != "train")
 
 
 def _counts(text: str) -> tuple[int, ...]:

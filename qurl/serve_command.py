@@ -9,7 +9,13 @@ from qurl.interrupts import end_in_order
 
 def add_serve_command(commands) -> None:
     """Add the command to the parser of ``qurl``."""
-    serve = commands.add_parser("serve", help="a vLLM server with quantized weights, for trainers beside it")
+    serve = commands.add_parser(
+        "serve",
+        help="a vLLM server with quantized weights, for trainers beside it",
+        description="Start a vLLM server whose INT8 or FP8 weights follow a policy that is trained elsewhere: qurl train "
+        "--vllm_mode server quantizes after each step and sends codes and scales. It says when it is ready and how a "
+        "trainer reaches it, and serves until Ctrl-C.",
+    )
     serve.add_argument(
         "--model", default="smollm2-135m", help="embedded model, folder or hub id (default: %(default)s)"
     )
@@ -21,7 +27,11 @@ def add_serve_command(commands) -> None:
         "--host", default="127.0.0.1", help="address to listen at (default: this machine alone)"
     )
     serve.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
-    serve.add_argument("--max-model-len", type=int, help="longest prompt and completion, tokens")
+    serve.add_argument(
+        "--max-model-len",
+        type=int,
+        help="longest prompt with its completion, tokens (default: what the model takes)",
+    )
     serve.add_argument(
         "--max-num-seqs", type=int, default=64, help="sequences decoded at once (default: %(default)s)"
     )

@@ -566,7 +566,14 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[RunArguments, QuRLConfig]:
-    parser = _Parser([RunArguments, QuRLConfig], prog="qurl train")
+    own = [*RunArguments.__annotations__, *QuRLConfig.__annotations__]
+    parser = _Parser(
+        [RunArguments, QuRLConfig],
+        prog="qurl train",
+        usage="%(prog)s [--config FILE.yaml] [--FIELD VALUE ...]",
+        description=f"Train a policy with quantized rollouts. Fields of qurl's own: {', '.join(own)}. The others are "
+        "those of TRL's GRPOConfig and of transformers' TrainingArguments. Defaults train the embedded model on sums.",
+    )
     parser.set_defaults(**TINY_DEFAULTS)
     parser.set_defaults(
         output_dir="runs/train",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from qurl import notebook
 from qurl.experiments import EXPERIMENTS, PRESETS, RunSpec, RunStore, TrainConfig, recipe, recipe_table
 from qurl.experiments.figures import CLAIMS, FigureConfig, read_runs
 from qurl.experiments.matrix import FIGURES, arms, runs
-from qurl.experiments.orchestrator import Orchestrator, _promote, claims_table, reproduce, train_command
+from qurl.experiments.orchestrator import Orchestrator, reproduce, train_command
 from qurl.experiments.paper import DEEPSCALER_SETS, TABLES
+from qurl.experiments.promotion import claims_page, promote_results
 from qurl.experiments.recipes import GPUS
 from qurl.experiments.results import Claim, collect, judge, mean_interval, measures, scores
 from qurl.experiments.store import Run
@@ -307,6 +309,10 @@ def test_fill_executes_what_is_missing_and_tells_progress(tmp_path, standin, fin
     assert [line.split()[0] for line in standin.started()] == [spec.name for spec in specs(3)[1:]]
     assert lines[0].startswith("1 of 3 runs finished, 0 running, 2 left; about 2 min to go")
     assert lines[-1] == "3 of 3 runs finished, 0 running, 0 left"
+    counts = [list(map(int, re.findall(r"\d+", line)[:4])) for line in lines if "runs finished" in line]
+    assert len(counts) >= 4 and all(
+        finished + running + left == total for finished, total, running, left in counts
+    )
     assert orchestrator.fill(specs(3)) and len(standin.started()) == 2  # nothing is repeated
 
 
@@ -455,11 +461,15 @@ def test_dry_run_lists_commands_that_papermill_understands(tmp_path, finish_run)
     lines = []
     finish_run(RunStore(tmp_path), RunSpec(experiment="dapo", preset="smoke", dtype="bf16", objective="tis"))
     reproduce("smoke", ["tab_dapo"], 1, runs_dir=tmp_path, dry_run=True, report=lines.append)
-    assert len(lines) == 9 and lines[0].endswith("# finished")
+    assert len(lines) == 10 and lines[0].endswith("# finished")
+    # The finished run took a minute.
+    assert re.fullmatch(
+        r"# 1 of 8 runs finished, 0 running, 7 left; about \d+ min to go for the runs", lines[9]
+    )
     assert (
         lines[1].startswith("papermill ") and "-p objective naive" in lines[1] and "code_bits 4" in lines[1]
     )
-    assert "pipelines/tab_dapo.ipynb" in lines[-1] and "-p seeds 1" in lines[-1]
+    assert "pipelines/tab_dapo.ipynb" in lines[8] and "-p seeds 1" in lines[8]
     words = train_command(specs(1)[0], RunStore(tmp_path))
     parameters = dict(zip(words[words.index("-p") + 1 :: 3], words[words.index("-p") + 2 :: 3], strict=False))
     assert parameters["experiment"] == "dapo" and "seed" not in parameters  # defaults are left out
@@ -597,7 +607,7 @@ def test_fewer_runs_do_not_replace_results_of_more(tmp_path):
     ):
         before = (kept / "result.json").read_text() if kept.exists() else ""
         (new / "result.json").write_text(json.dumps(result))
-        _promote(new, kept, said.append)
+        promote_results(new, kept, said.append)
         assert (kept / "result.json").read_text() == (json.dumps(result) if taken else before)
     assert len(said) == 2 and "has 3 seeds, this figure 1" in said[0] and "1 runs of this figure" in said[1]
 
@@ -626,8 +636,11 @@ def test_claims_page_shows_every_verdict(tmp_path):
         for seed in range(3)
     ]
     (folder / "result.json").write_text(json.dumps({"claims": claims, "runs": runs}))
-    page = claims_table(tmp_path)
+    page = claims_page(tmp_path)
     assert "\ndapo: `int8-acr` is INT8 4-bit codes, ACR (QuRL).\n\n| claim |" in page
-    assert "## [tab_dapo/cpu](tab_dapo/cpu)" in page
+    assert "\n## [tab_dapo/cpu](tab_dapo/cpu), stress setting\n" in page
+    assert (
+        "\n| [tab_dapo/cpu](tab_dapo/cpu), stress setting | 1 | 0 | 0 | 1 | 0 |\n" in page
+    )  # how many of each
     assert "| ACR is better | 2 against 1 | +1 | **reproduced**: so |" in page
     assert "| UAQ adds | 3 | – | **not testable with this preset**: no |" in page

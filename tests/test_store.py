@@ -8,7 +8,8 @@ import yaml
 from qurl import notebook
 from qurl.experiments import RunSpec, RunStore
 from qurl.experiments.figures import FigureConfig, read_runs
-from qurl.experiments.orchestrator import Orchestrator, _promote, claims_table
+from qurl.experiments.orchestrator import Orchestrator
+from qurl.experiments.promotion import claims_page, promote_results
 from qurl.experiments.results import collect
 from qurl.plots import convergence, curves
 from qurl.training import RunArguments, _asked, train
@@ -116,11 +117,11 @@ def test_damaged_results_do_not_end_a_command(tmp_path):
         kept = tmp_path / "kept" / name / "cpu"
         kept.mkdir(parents=True)
         (kept / "result.json").write_text(text)
-        _promote(new, kept, said.append)
+        promote_results(new, kept, said.append)
         assert (kept / "result.json").read_text() == text
     (tmp_path / "kept" / "e" / "cpu").mkdir(parents=True)
     (tmp_path / "kept" / "e" / "cpu" / "result.json").write_text(json.dumps({"claims": [good]}))
-    page = claims_table(tmp_path / "kept", said.append)
+    page = claims_page(tmp_path / "kept", said.append)
     assert "| c | p | o | **reproduced**: r |" in page
     assert len(said) == 8 and all("is damaged and left out" in line for line in said)
 

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,11 @@ import psutil
 
 from qurl.experiments import launch
 from qurl.experiments.matrix import FIGURES, MAX_SEEDS, runs
+from qurl.experiments.promotion import claims_page, promote_results, results_root
 from qurl.experiments.recipes import PRESETS
 from qurl.experiments.specs import RunSpec
 from qurl.experiments.store import RunStore
-from qurl.files import whole_file, write_whole
+from qurl.files import write_whole
 from qurl.interrupts import uninterrupted
 from qurl.notebook import project_root
 
@@ -38,7 +38,6 @@ _FIRST_GUESS = {"smoke": 60, "cpu": 300}
 # Checkpoints, samples and notebook of a run with the embedded model take a third of it.
 _FREE_BYTES = 200 << 20
 _POLL_SECONDS = 0.5
-_PROMOTED = (".svg", ".png", ".csv", ".json")
 
 
 @dataclass
@@ -148,10 +147,7 @@ class Orchestrator:
         self.store.prepare()
         for spec in waiting:
             self.store.require_recipe(spec)
-        self._seconds = [
-            run.result["seconds"] for run in self.store.finished(specs)
-        ]  # also finds damaged ones
-        self.report(self._progress(specs, waiting))
+        self.report(self.outlook(specs))
         try:
             while waiting or self._running:
                 before = (len(waiting), len(self._running), len(self.failed))
@@ -168,6 +164,11 @@ class Orchestrator:
                     self._stop(job, "stopped")
             self._running = []
         return all(self.store.state(spec) == "finished" for spec in specs)
+
+    def outlook(self, specs: Sequence[RunSpec]) -> str:
+        """How many runs are finished and how long the others take; a damaged run raises ValueError."""
+        self._seconds = [run.result["seconds"] for run in self.store.finished(specs)]
+        return self._progress(specs, [spec for spec in specs if self.store.state(spec) != "finished"])
 
     def _start(self, waiting: list[RunSpec]) -> list[RunSpec]:
         """Start what there is room for; returns what still waits."""
@@ -268,8 +269,9 @@ class Orchestrator:
         job.claim.close()
 
     def _progress(self, specs: Sequence[RunSpec], waiting: Sequence[RunSpec]) -> str:
-        states = Counter(self.store.state(spec) for spec in specs)
-        line = f"{states['finished']} of {len(specs)} runs finished, {len(self._running)} running, {len(waiting)} left"
+        # Not by their state, which a run that has just finished changes before its process has ended.
+        finished = len(specs) - len(waiting) - len(self._running) - len(self.failed)
+        line = f"{finished} of {len(specs)} runs finished, {len(self._running)} running, {len(waiting)} left"
         if self.failed:
             line += f", {len(self.failed)} failed"
         if waiting or self._running:
@@ -364,11 +366,13 @@ def reproduce(
         )
     store = RunStore(runs_dir)
     specs = runs([figure for figure in figures if figure in FIGURES], preset, range(seeds))
+    orchestrator = Orchestrator(store, jobs or core_count(), limit_minutes, report)
     if dry_run:
         for command in _commands(specs, figures, preset, seeds, store, train_only):
             report(command)
+        if specs and preset != "paper":
+            report(f"# {orchestrator.outlook(specs)}")
         return True
-    orchestrator = Orchestrator(store, jobs or core_count(), limit_minutes, report)
     complete = orchestrator.fill(specs)
     if train_only:
         return complete
@@ -385,8 +389,8 @@ def reproduce(
     if promote:
         # Not before all are drawn: in a checkout the first copy would make the others' commit a dirty one.
         for folder, target in drawn.items():
-            _promote(folder, target, report)
-        write_whole(results_root() / "claims.md", claims_table(results_root(), report))
+            promote_results(folder, target, report)
+        write_whole(results_root() / "claims.md", claims_page(results_root(), report))
         report(f"results: {results_root()}, all verdicts in claims.md")
     return complete
 
@@ -410,7 +414,7 @@ def _commands(specs, figures, preset, seeds, store, train_only) -> Iterator[str]
 
 def _draw(figure: str, folder: Path, command: list[str], report: Callable[[str], None]) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
-    report(f"drawing {figure}")
+    report(f"drawing {figure} in {folder}")
     log = folder / f"{figure}.log"
     with open(log, "w") as stream:
         code = subprocess.call(
@@ -425,81 +429,3 @@ def _draw(figure: str, folder: Path, command: list[str], report: Callable[[str],
     for claim in json.loads((folder / "result.json").read_text()).get("claims", []):
         report(f"  {claim['claim']}: {claim['verdict']}")
     return True
-
-
-def results_root() -> Path:
-    """Where small results are kept in the repository."""
-    return project_root() / "data" / "results"
-
-
-def _promote(folder: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Copy pictures and tables, each whole or not at all; what shows fewer runs does not replace what shows more."""
-    new, old = (_result(place / "result.json", report) for place in (folder, target))
-    if new is None or old is None:
-        return
-    if new.get("missing"):
-        report(f"  {target} is left as it is: {len(new['missing'])} runs of this figure are not finished")
-        return
-    if new.get("seeds", 0) < old.get("seeds", 0):
-        report(f"  {target} is left as it is: it has {old['seeds']} seeds, this figure {new['seeds']}")
-        return
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(folder.iterdir()):
-        if file.suffix in _PROMOTED:
-            with whole_file(target / file.name) as partial:
-                shutil.copyfile(file, partial)
-
-
-def _result(file: Path, report: Callable[[str], None]) -> dict | None:
-    """A figure's result; {} if there is none, None after a report if it is damaged."""
-    try:
-        result = json.loads(file.read_text()) if file.is_file() else {}
-        claims = result.get("claims") or []
-        seeds = result.get("seeds", 0)
-        if isinstance(seeds, int) and all(
-            {"claim", "paper", "ours", "verdict", "reason"} <= set(c) for c in claims
-        ):
-            return result
-    except (OSError, ValueError, AttributeError, TypeError):
-        pass
-    report(f"  {file} is damaged and left out: restore or delete it")
-    return None
-
-
-def claims_table(root: Path, report: Callable[[str], None] = print) -> str:
-    """All verdicts below a folder of results as a Markdown page, by pipeline."""
-    lines = [
-        "# The paper's claims, and what came out here",
-        "",
-        "Written by `qurl reproduce` from the `result.json` files below, which hold seeds, commits and hardware.",
-    ]
-    for file in sorted(root.glob("*/*/result.json")):
-        result = _result(file, report) or {}
-        if not (claims := result.get("claims")):
-            continue
-        place = file.parent.relative_to(root)
-        lines += ["", f"## [{place}]({place})", "", *_arms(result.get("runs", []))]
-        lines += ["| claim | paper | here | verdict |", "|---|---|---|---|"]
-        for claim in claims:
-            setting = (
-                f" (batch {claim['batch_size']}, {claim['max_tokens']} tokens)"
-                if "batch_size" in claim
-                else ""
-            )
-            verdict = f"**{claim['verdict']}**: {claim['reason']}"
-            lines.append(
-                f"| {claim['claim']}{setting} | {claim['paper']} | {claim['ours'] or '–'} | {verdict} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _arms(runs: list[dict]) -> list[str]:
-    """Lines that say what the names of arms mean, for each experiment of a figure's runs."""
-    labels: dict[str, dict[str, str]] = {}
-    for run in runs:
-        labels.setdefault(run["experiment"], {})[run["arm"]] = run["label"]
-    lines = [
-        f"{experiment}: " + "; ".join(f"`{arm}` is {label}" for arm, label in arms.items()) + "."
-        for experiment, arms in labels.items()
-    ]
-    return [text for line in lines for text in (line, "")]

@@ -1,8 +1,8 @@
 """From finished runs to the numbers of a figure: a row per run, curves, means over seeds with intervals, verdicts.
 
 Intervals over seeds are Student's t at 95 %. Two arms are compared by their difference under the same seed, which has
-the same start, prompts and order; a claim counts as reproduced if the whole interval lies on its side, as not reproduced
-if it lies on the other, and else as undecided.
+the same start, prompts and order; a claim counts as reproduced if the whole interval lies on its side, as not
+reproduced if it lies on the other, and else as undecided.
 """
 
 import math
