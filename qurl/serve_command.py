@@ -12,9 +12,9 @@ def add_serve_command(commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="a vLLM server with quantized weights, for trainers beside it",
-        description="Start a vLLM server whose INT8 or FP8 weights follow a policy that is trained elsewhere: qurl train "
-        "--vllm_mode server quantizes after each step and sends codes and scales. It says when it is ready and how a "
-        "trainer reaches it, and serves until Ctrl-C.",
+        description="Start a vLLM server whose INT8 or FP8 weights follow a policy that is trained elsewhere: "
+        "qurl train --vllm_mode server quantizes after each step and sends codes and scales. It says when it is ready "
+        "and how a trainer reaches it, and serves until Ctrl-C.",
     )
     serve.add_argument(
         "--model", default="smollm2-135m", help="embedded model, folder or hub id (default: %(default)s)"
