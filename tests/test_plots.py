@@ -1,6 +1,6 @@
 """Figures show the numbers they are given, under labels that tell measured, reported and computed apart."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import matplotlib.colors
 import numpy as np
@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 
 from qurl import plots
+from qurl.plots.style import arm_colours
 from qurl.quantization import FORMATS, QuantizedTensor, quantize
 from qurl.roofline import paper_cases
 
@@ -250,3 +251,135 @@ def test_windows_of_whole_batches_show_no_zigzag():
     table = plots.windowed(metrics, ["clip"], windows=4, multiple=2)
     assert table["step"].tolist() == [4, 8, 12]
     assert table["clip"].tolist() == [0.5] * 3
+
+
+ARMS = ("BF16", "INT8, naive", "INT8, proximal", "INT8, TIS (FlashRL)", "INT8, ACR (QuRL)")
+
+
+def run_table(arms=ARMS, seeds=(0, 1, 2), steps=range(1, 9), **columns) -> pd.DataFrame:
+    return pd.DataFrame(
+        {"arm": arm, "seed": seed, "step": step, "reward": 0.5, "mismatch/kl_k3": 0.1, **columns}
+        for arm in arms
+        for seed in seeds
+        for step in steps
+    )
+
+
+def score_tables(means=(57.71, 28.04, 55.0), before=(26.0, 27.0, 28.5), seeds=3):
+    labels = ["BF16", "INT8, naive", "INT8, TIS (FlashRL)"]
+    mean = np.array(means)
+    table = pd.DataFrame({"label": labels, "mean": mean, "low": mean - 2, "high": mean + 2, "seeds": seeds})
+    runs = [
+        {"label": label, "before": start, "after": mean}
+        for label, mean in zip(labels, means, strict=True)
+        for start in before
+    ]
+    return table.assign(paper=[31.67, 0.001, np.nan]), pd.DataFrame(runs)
+
+
+def colours_of_lines(ax) -> set[str]:
+    return {matplotlib.colors.to_hex(line.get_color()) for line in ax.lines if len(line.get_xdata())}
+
+
+def test_steps_have_whole_ticks():
+    """At a few steps matplotlib's own ticks would be 2.25, 2.5 ..."""
+    short = run_table(steps=(1, 2, 3)).assign(experiment="dapo")
+    for figure in (plots.curves(short), plots.convergence(short)):
+        figure.draw_without_rendering()
+        for ax in figure.axes:
+            assert ax.get_xticks() == pytest.approx(np.round(ax.get_xticks()))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [
+        ((4,), "Line: one seed"),
+        ((0, 1), "Line: mean of 2 seeds, band: range over the seeds"),
+        ((0, 1, 2), "Line: mean of 3 seeds, band: range over the seeds"),
+    ],
+)
+def test_figures_of_runs_say_what_lines_and_bands_are(seeds, note):
+    table = run_table(seeds=seeds).assign(experiment="dapo")
+    for figure in (plots.curves(table), plots.convergence(table)):
+        assert figure.legends[0].get_title().get_text() == note
+
+
+def test_convergence_has_a_panel_for_each_arm_over_bf16():
+    table = run_table().assign(experiment="dapo")
+    table = table[(table["arm"] != "INT8, TIS (FlashRL)") | (table["seed"] > 0)]
+    assert [ax.get_title() for ax in plots.convergence(table).axes] == [
+        "naive\n3 seeds, BF16: 3",
+        "TIS (FlashRL)\n2 seeds, BF16: 3",
+        "ACR (QuRL)\n3 seeds, BF16: 3",
+    ]
+    figure = plots.convergence(pd.concat([table, run_table(ARMS[:2]).assign(experiment="gsm8k")]))
+    assert [len(colours_of_lines(ax)) for ax in figure.axes] == [2, 2, 2, 2]
+    assert len(set.intersection(*map(colours_of_lines, figure.axes))) == 1
+
+
+def test_an_arm_has_one_colour_in_all_figures():
+    objectives = plots.curves(run_table(ARMS[:4]))
+    divergence = plots.curves(run_table(ARMS[:2:-1]))
+    first, second = (
+        {
+            text.get_text(): matplotlib.colors.to_hex(line.get_color())
+            for figure_legend in figure.legends
+            for text, line in zip(figure_legend.get_texts(), figure_legend.get_lines(), strict=True)
+        }
+        for figure in (objectives, divergence)
+    )
+    assert len(set(first.values())) == 4 and len(set(second.values())) == 2
+    tis = first["INT8, TIS (FlashRL)"]
+    assert second["INT8, TIS (FlashRL)"] == tis
+    # As a panel of its own, as a mark of a table, and under another dtype or name.
+    panels = plots.convergence(run_table().assign(experiment="dapo")).axes
+    assert colours_of_lines(panels[1]) == {first["BF16"], tis}
+    marks = plots.scores(*score_tables(), paper_title="").axes[0].containers
+    drawn = [matplotlib.colors.to_hex(mark.lines[0].get_color()) for mark in marks[:3]]
+    assert drawn == [first["BF16"], first["INT8, naive"], tis]
+    names = ["dapo/cpu-fp8-tis", "FP8, TIS (FlashRL)", "BF16, ACR", "cpu-bf16-tis"]
+    found = [matplotlib.colors.to_hex(colour) for colour in arm_colours(names).values()]
+    assert found == [tis, tis, first["BF16"], first["BF16"]]
+
+
+def test_colours_of_labels_that_name_no_arm():
+    colours = arm_colours(["INT8, ACR", "mine", "yours"])
+    assert len(set(colours.values())) == 3
+
+
+def test_scores_show_the_tables_means_and_the_start():
+    table, runs = score_tables()
+    figure = plots.scores(table, runs, paper_title="Table 2")
+    ours, paper = figure.axes
+    start = f"before training: {runs['before'].mean():.1f} %"
+    assert [text.get_text() for text in ours.texts] == ["57.7", "28.0", "55.0", start]
+    assert [text.xy for text in ours.texts[:3]] == [(57.71, 0), (28.04, 1), (55.0, 2)]
+    (line,) = (line for line in ours.lines if line.get_linestyle() == ":")
+    assert list(line.get_xdata()) == pytest.approx([runs["before"].mean()] * 2)
+    assert [text.get_text() for text in paper.texts] == ["31.67", "0.001", "not in the paper"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "mean, 95 % interval over 3 seeds (Student's t)" in labels
+
+
+def test_scores_of_different_numbers_of_seeds():
+    table, runs = score_tables(seeds=[3, 1, 3])
+    table.loc[1, ["low", "high"]] = np.nan
+    figure = plots.scores(table, runs, paper_title="")
+    rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert rows == ["BF16 (3 seeds)", "INT8, naive (1 seed)", "INT8, TIS (FlashRL) (3 seeds)"]
+    assert "mean, 95 % interval over the arm's seeds (Student's t)" in [
+        text.get_text() for text in figure.legends[0].get_texts()
+    ]
+    table, runs = score_tables(seeds=1)
+    labels = plots.scores(table.assign(low=np.nan, high=np.nan), runs, paper_title="").legends[0].get_texts()
+    assert "mean (no interval of one seed)" in [text.get_text() for text in labels]
+
+
+def test_texts_of_scores_do_not_overlap():
+    table, runs = score_tables(means=(57.7, 28.0, 27.2))
+    figure = plots.scores(table, runs, paper_title="", title="a title")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        boxes = [text.get_window_extent(renderer) for text in ax.texts]
+        assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))

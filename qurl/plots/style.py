@@ -1,5 +1,9 @@
 """Colours and names that all figures share: a mark means the same wherever it is drawn."""
 
+import itertools
+import re
+from collections.abc import Sequence
+
 import seaborn as sns
 
 PALETTE = sns.color_palette("colorblind")
@@ -10,3 +14,27 @@ NAMES = {
     "int8": "INT8",
     "fp8": "FP8",
 }
+PAPER = PALETTE[3]
+# By what a label or a run's name says of its arm, the first match. Arms beside ACR are darker where they are its
+# controls: lightness tells them apart without colour.
+_ARMS = {
+    r"\bbf16\b": "0.35",
+    r"rates\b": sns.set_hls_values(PALETTE[5], l=0.25),
+    r"uaq": PALETTE[5],
+    r"× rate|\blr[\d.]+x": sns.set_hls_values(PALETTE[0], l=0.15),
+    r"\bnaive\b": PALETTE[1],
+    r"\bproximal\b": PALETTE[9],
+    r"\bdecoupled\b": PALETTE[4],
+    r"\btis\b": PALETTE[2],
+    r"\bacr\b": PALETTE[0],
+}
+
+
+def arm_colours(labels: Sequence[str]) -> dict:
+    """A colour for each arm, in every figure the same; what is left of the palette for labels that name no arm."""
+    known = {
+        label: next((colour for words, colour in _ARMS.items() if re.search(words, label.lower())), None)
+        for label in labels
+    }
+    left = itertools.cycle([colour for colour in PALETTE if colour not in [*known.values(), PAPER]])
+    return {label: colour or next(left) for label, colour in known.items()}
