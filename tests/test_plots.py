@@ -1,5 +1,8 @@
 """Figures show the numbers they are given, under labels that tell measured, reported and computed apart."""
 
+import importlib
+import json
+import shutil
 from itertools import combinations, pairwise
 
 import matplotlib.colors
@@ -11,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 
 from qurl import plots
+from qurl.notebook import project_root
 from qurl.plots.style import arm_colours
 from qurl.quantization import FORMATS, QuantizedTensor, quantize
 from qurl.roofline import paper_cases
@@ -383,3 +387,42 @@ def test_texts_of_scores_do_not_overlap():
     for ax in figure.axes:
         boxes = [text.get_window_extent(renderer) for text in ax.texts]
         assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+
+
+@pytest.fixture
+def training_runs(monkeypatch):
+    """The module, which is not part of the installed package."""
+    monkeypatch.syspath_prepend(project_root())
+    return importlib.import_module("benchmarks.training_runs")
+
+
+def test_committed_training_runs_are_drawn_from_their_tables(training_runs, monkeypatch, tmp_path):
+    """Without the runs, which are not in git: under readable names, in rows of the same seeds; the tables stay."""
+    committed = project_root() / "data" / "results" / "training_tiny"
+    for name in ("result.json", "accuracy.csv", "training.csv"):
+        shutil.copy(committed / name, tmp_path)
+    monkeypatch.setattr("sys.argv", ["training_runs", "--output", str(tmp_path)])
+    training_runs.main()
+    for name in ("accuracy.csv", "training.csv"):
+        assert (tmp_path / name).read_text() == (committed / name).read_text()
+    results = json.loads((committed / "result.json").read_text())["runs"]
+    tables = (pd.read_csv(committed / name) for name in ("accuracy.csv", "training.csv"))
+    legends = {
+        row.get_suptitle(): [text.get_text() for text in row.legends[0].get_texts()]
+        for row in training_runs.draw(results, *tables).subfigs
+    }
+    assert legends == {
+        "1,000 steps, seeds 0, 1, 2": ["BF16, ACR", "INT8, ACR"],
+        "500 steps, seed 42": ["FP8, ACR", "INT8, decoupled", "INT8, naive", "INT8, proximal", "INT8, TIS"],
+    }
+
+
+def test_runs_alike_in_dtype_and_objective_keep_their_names(training_runs):
+    result = {"run": {}, "engine": {"dtype": "int8", "code_bits": 8}}
+    stress = {"run": {"objective": "tis"}, "engine": {"dtype": "int8", "code_bits": 4}}
+    runs = {"slow-seed0": result, "slow-seed1": result, "fast-seed0": result, "hard-seed0": stress}
+    assert training_runs.labels(runs) == {
+        "slow": "INT8, ACR (slow)",
+        "fast": "INT8, ACR (fast)",
+        "hard": "INT8 4-bit codes, TIS",
+    }
