@@ -7,13 +7,15 @@ three, and every speed-up is given for decoding and for the whole rollout, again
 of the full-precision engines (on a CPU without AMX that is FP32).
 
 The engines live side by side in one process and take turns within each repetition, so that a machine that
-warms up or is shared slows all of them alike; speed-ups are formed within a repetition, then summarized by
-median and range.
+warms up slows all of them alike; speed-ups are formed within a repetition, then summarized by median and range.
+Other jobs come and go and do not slow all alike: how long each measurement waited for a core is recorded, and
+nothing is concluded from disturbed ones.
 
 For machines that are not at hand see ``qurl.roofline``.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -27,6 +29,7 @@ import pydantic
 
 from qurl import arguments
 from qurl.arguments import MAX_SEED, MAX_SEQUENCES
+from qurl.contention import DISTURBED, longest_wait, thread_waits
 from qurl.models import resolve_model
 from qurl.notebook import IntList, Parameters
 from qurl.roofline import PAPER_RANGE, roofline
@@ -59,12 +62,8 @@ QUANTIZED_DTYPES = ("int8", "fp8")
 # BF16 in vLLM as it comes: on a CPU qurl also speeds up what surrounds the products, in every dtype.
 STOCK_BASELINE = "vllm-bf16"
 _BASELINES = (STOCK_BASELINE, "bf16", "fp32")
-# Phases of a rollout for which a speed-up is given, with the columns whose seconds they add up.
-PHASES = {
-    "prefill": ("prefill_seconds",),
-    "decode": ("decode_seconds",),
-    "whole rollout": ("sync_seconds", "prefill_seconds", "decode_seconds"),
-}
+# Phases of a rollout for which a speed-up is given, with the column of their seconds.
+PHASES = {"prefill": "prefill_seconds", "decode": "decode_seconds", "whole rollout": "rollout_seconds"}
 _SETTING = ["batch_size", "max_tokens"]
 
 # What each preset measures. `cpu` takes a few minutes on two cores; `paper` is a 7B case of Fig. 8 on one
@@ -211,7 +210,8 @@ def measure_rollout(
         Full-precision engines. Default: BF16, and on a CPU also FP32 and "vllm-bf16": BF16 with nothing of
         qurl's around the products, which is what one runs without qurl.
     report : callable, optional
-        Called with one line of progress after each measurement.
+        Called with one line of progress after each measurement, and with a warning at the end if other jobs
+        disturbed some.
     **engine_options
         Passed on to every ``RolloutEngine``.
 
@@ -222,7 +222,9 @@ def measure_rollout(
         ``sync_seconds`` (= ``quantize_seconds`` + ``load_seconds`` + checks), ``prefill_seconds``,
         ``decode_seconds``, ``rollout_seconds`` (the sum of the three). Tokens per second:
         ``prefill_tokens_per_second`` (prompt tokens), ``decode_tokens_per_second`` and
-        ``rollout_tokens_per_second`` (sampled tokens, over decoding and over the whole rollout). ``model,
+        ``rollout_tokens_per_second`` (sampled tokens, over decoding and over the whole rollout).
+        ``waited_share``: the share of the measurement's time for which one of the process's threads was ready
+        but had no core (see ``qurl.contention``); NaN where the system does not count it. ``model,
         parameters, hardware, device, linear_kernel, emulated`` say what ran; ``attrs["engines"]`` holds the
         full description of each engine, versions included.
 
@@ -324,6 +326,12 @@ def measure_rollout(
                 )
         descriptions = {name: dict(engine.description) for name, engine in engines.items()}
 
+    waited = pd.Series([row["waited_share"] for row in rows])
+    if count := (waited > DISTURBED).sum():
+        say(
+            f"Other jobs disturbed {count} of {len(rows)} measurements, which waited up to "
+            f"{waited.max():.0%} of their time for a core: run it again on an idle machine."
+        )
     shown = ["parameters", "hardware", "device", "linear_kernel", "emulated"]
     about = pd.DataFrame.from_dict(descriptions, orient="index").reindex(columns=shown)
     frame = pd.DataFrame(rows).join(about, on="dtype")
@@ -344,10 +352,12 @@ def _check_fits(folder: Path, model: str, lengths: list[int], prompt_tokens: int
 
 def _one_rollout(engine, policy, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
     """Seconds and rates of one rollout; each part after a sync, so that no prompt is in the prefix cache."""
+    started, waits = time.perf_counter(), thread_waits()
     engine.sync(policy)
     first = engine.generate(prompts, max_tokens=1, ignore_eos=True)
     sync = engine.sync(policy)
     full = engine.generate(prompts, max_tokens=max_tokens, ignore_eos=True)
+    waited_share = longest_wait(waits, thread_waits()) / (time.perf_counter() - started)
     # A difference of two short times can come out negative by chance: not a number then, rather than a rate.
     decode_seconds = full.seconds - first.seconds if full.seconds > first.seconds else float("nan")
     return {
@@ -362,6 +372,7 @@ def _one_rollout(engine, policy, prompts: list[list[int]], max_tokens: int) -> d
         "prefill_tokens_per_second": first.prompt_tokens / first.seconds,
         "decode_tokens_per_second": len(prompts) * (max_tokens - 1) / decode_seconds,
         "rollout_tokens_per_second": full.completion_tokens / (sync.seconds + full.seconds),
+        "waited_share": waited_share,
     }
 
 
@@ -382,21 +393,9 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """
     columns = [c for c in rows.columns if c.endswith(("_seconds", "_per_second"))]
     shares = rows.assign(sync_share=rows["sync_seconds"] / rows["rollout_seconds"])
-    return _over_repetitions(
-        shares,
-        [*_SETTING, "dtype"],
-        [*columns, "sync_share"],
-        spread=["decode_tokens_per_second", "rollout_tokens_per_second"],
-    )
-
-
-def _over_repetitions(
-    rows: pd.DataFrame, keys: Sequence[str], columns: Sequence[str], spread: Sequence[str]
-) -> pd.DataFrame:
-    """Medians of ``columns`` per ``keys``; of those in ``spread`` also ``<column>_low`` and ``<column>_high``."""
-    groups = rows.groupby(list(keys), sort=False)
-    table = groups[list(columns)].median()
-    for column in spread:
+    groups = shares.groupby([*_SETTING, "dtype"], sort=False)
+    table = groups[[*columns, "sync_share"]].median()
+    for column in ("decode_tokens_per_second", "rollout_tokens_per_second"):
         table[f"{column}_low"], table[f"{column}_high"] = groups[column].min(), groups[column].max()
     return table.reset_index()
 
@@ -414,28 +413,41 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
     pandas.DataFrame
         One row per batch size, completion length, quantized dtype, phase ("prefill", "decode", "whole
         rollout") and baseline: ``speedup`` is the median over the repetitions of the baseline's seconds over
-        the quantized engine's in the same repetition, ``low`` and ``high`` its range. ``baseline`` names a
+        the quantized engine's in the same repetition, ``low`` and ``high`` its range (of three to five
+        repetitions, quartiles would be made up), ``repetitions`` their number. ``waited_share`` is the median
+        over the repetitions of that of the more disturbed of the two engines. ``baseline`` names a
         full-precision dtype; ``fastest`` is True for the one of least median seconds in that phase, setting
         by setting.
     """
+    if "waited_share" not in rows:  # measured before it was recorded
+        rows = rows.assign(waited_share=float("nan"))
     ratios = []
     for setting, group in rows.groupby(_SETTING, sort=False):
         # As the engines were started: what one would run without qurl comes first.
         quantized = [name for name in group["dtype"].unique() if name in QUANTIZED_DTYPES]
         baselines = [name for name in group["dtype"].unique() if name not in QUANTIZED_DTYPES]
-        for phase, columns in PHASES.items():
-            seconds = group.assign(total=group[list(columns)].sum(axis=1)).pivot(
-                index="repetition", columns="dtype", values="total"
-            )
-            fastest = seconds[baselines].median().idxmin()
-            for dtype in quantized:
-                ratio = seconds[baselines].div(seconds[dtype], axis=0)
-                ratio = ratio.melt(var_name="baseline", value_name="speedup")
+        waited = group.pivot(index="repetition", columns="dtype", values="waited_share")
+        for phase, column in PHASES.items():
+            seconds = group.pivot(index="repetition", columns="dtype", values=column)
+            medians = seconds[baselines].median()
+            for dtype, baseline in itertools.product(quantized, baselines):
                 of = dict(zip(_SETTING, setting, strict=True)) | {"dtype": dtype, "phase": phase}
-                ratios.append(ratio.assign(**of, fastest=ratio["baseline"] == fastest))
-    keys = [*_SETTING, "dtype", "phase", "baseline", "fastest"]
-    table = _over_repetitions(pd.concat(ratios), keys, ["speedup"], spread=["speedup"])
-    return table.rename(columns={"speedup_low": "low", "speedup_high": "high"})
+                ratio = pd.DataFrame(
+                    {
+                        "speedup": seconds[baseline] / seconds[dtype],
+                        "waited_share": waited[[baseline, dtype]].max(axis=1, skipna=False),
+                    }
+                )
+                fastest = medians[baseline] == medians.min()
+                ratios.append(ratio.assign(**of, baseline=baseline, fastest=fastest))
+    groups = pd.concat(ratios).groupby([*_SETTING, "dtype", "phase", "baseline", "fastest"], sort=False)
+    return groups.agg(
+        speedup=("speedup", "median"),
+        low=("speedup", "min"),
+        high=("speedup", "max"),
+        repetitions=("speedup", "count"),
+        waited_share=("waited_share", "median"),
+    ).reset_index()
 
 
 def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
@@ -450,10 +462,20 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        Per batch size and completion length: ``claim``, ``paper`` and ``ours`` (text), ``verdict``: "reproduced",
-        "not reproduced" or "not testable with this preset"; ``reason``. The first claim is judged on the whole
-        rollout (sync, prefill and decode) against BF16 that differs in the quantization only; on a CPU the next
-        against BF16 in vLLM as it comes; and, if that is neither, against the fastest engine.
+        Per batch size and completion length: ``claim``, ``paper`` and ``ours`` (text), ``verdict``, ``reason``. The
+        first claim is judged on the whole rollout (sync, prefill and decode) against BF16 that differs in the
+        quantization only; on a CPU the next against BF16 in vLLM as it comes; and, if that is neither, against
+        the fastest engine.
+
+    Notes
+    -----
+    With L, the lower end of the paper's range (1.2), the verdict is
+
+    - "not testable with this preset" at preset "smoke", or if the machine emulates the dtype; else
+    - "undecided" after one repetition, or if the median ``waited_share`` exceeds ``qurl.contention.DISTURBED``;
+    - "reproduced" if every repetition reaches L, "not reproduced" if none does, "undecided" if some do.
+
+    A disturbed repetition among undisturbed ones can thus prevent a verdict and never makes one.
     """
     table = speedups(rows)
     table = table[table["phase"] == "whole rollout"]
@@ -473,15 +495,24 @@ def speedup_claims(rows: pd.DataFrame, preset: str) -> list[dict[str, Any]]:
             reason = (
                 f"this machine has no {dtype} units: its kernel ({engine['linear_kernel']}) emulates them"
             )
-        elif row.speedup >= low:
+        elif row.repetitions == 1:
+            verdict, reason = "undecided", "one repetition has no range"
+        elif row.waited_share > DISTURBED:
+            verdict = "undecided"
+            reason = (
+                f"other jobs ran: the engines waited {row.waited_share:.0%} of the time for a core; run it "
+                "again on an idle machine"
+            )
+        elif row.low >= low:
             verdict = "reproduced"
             reason = f"on {engine['hardware']} with {engine['parameters'] / 1e6:.0f}M weights"
             if row.speedup > high:
                 reason += ", beyond the paper's range"
-            if row.low < low:
-                reason += f", though the slowest repetition stays below {low}"
-        else:
+        elif row.high < low:
             verdict, reason = "not reproduced", f"less than {low} times, on {engine['hardware']}"
+        else:
+            verdict = "undecided"
+            reason = f"the repetitions range from {row.low:.2f} to {row.high:.2f}, on both sides of {low}"
         return {
             "batch_size": int(row.batch_size),
             "max_tokens": int(row.max_tokens),

@@ -6,12 +6,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from qurl.contention import DISTURBED
 from qurl.plots.style import NAMES, PALETTE
 from qurl.roofline import PAPER_RANGE
 
 _PAPER, _ROOFLINE = PALETTE[3], PALETTE[2]
-# Of a bar's number with its distance to the bar, as a share of the axis.
-_LABEL_HEIGHT = 0.07
+# More bars than these are too narrow for numbers that lie.
+_UPRIGHT = 12
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
 
 
@@ -19,9 +20,10 @@ def speedup(measured: pd.DataFrame, computed: pd.DataFrame, *, title: str = "") 
     """Fig. 8 of arXiv 2602.13953: how many times faster 8-bit rollouts are than full-precision ones.
 
     Left, measured here: decoding alone and the whole rollout (weight sync, prefill and decoding), against
-    each full-precision engine; bars are medians, whiskers the range over the repetitions. Right, for GPUs:
-    the range that the paper reports beside the roofline at several batch sizes. Both share one axis; the
-    paper's claim (20 % to 80 % faster) is the grey band.
+    each full-precision engine; bars and the numbers under them are medians, whiskers the range over the
+    repetitions; a measurement that other jobs disturbed says so. Right, for GPUs: the range that the paper
+    reports beside the roofline at several batch sizes. Both share one axis; the paper's claim (20 % to 80 %
+    faster) is the grey band.
 
     Parameters
     ----------
@@ -72,6 +74,7 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
     settings = list(dict.fromkeys(zip(shown["batch_size"], shown["max_tokens"], strict=True)))
     series = [(baseline, phase) for baseline in dict.fromkeys(shown["baseline"]) for phase in _PHASE_LABELS]
     width = 0.8 / len(series)
+    upright = len(settings) * len(series) > _UPRIGHT
     colours = dict(zip(dict.fromkeys(shown["baseline"]), (PALETTE[0], PALETTE[1], PALETTE[4]), strict=False))
     for index, (baseline, phase) in enumerate(series):
         rows = shown[(shown["baseline"] == baseline) & (shown["phase"] == phase)]
@@ -94,22 +97,30 @@ def _draw_measured(axes, measured: pd.DataFrame, dtype: str) -> None:
             zorder=2,
             label=f"{_PHASE_LABELS[phase]}, against {NAMES[baseline]}",
         )
-        for position, value, high in zip(x, rows["speedup"], rows["high"], strict=True):
-            # A number that would lie across the line at 1 stands above it.
-            lies_on_line = 1 - _LABEL_HEIGHT * axes.get_ylim()[1] < high < 1
+        for position, value in zip(x, rows["speedup"], strict=True):
+            # Under its bar: above it stands the whisker, which would take the number for its own.
             axes.annotate(
                 f"{value:.2f}",
-                (position, 1 if lies_on_line else high),
-                (0, 4),
+                (position, 0),
+                (0, -4),
                 textcoords="offset points",
                 ha="center",
+                va="top",
+                rotation=90 if upright else 0,
                 fontsize="small",
+                annotation_clip=False,
             )
     lengths = {length for _, length in settings}
     one = f"; {next(iter(lengths))} new tokens" if len(lengths) == 1 else ""
     axes.set_xticks(range(len(settings)), [f"{b}" if one else f"{b}\n{t} tokens" for b, t in settings])
+    axes.tick_params(axis="x", pad=34 if upright else 20)
     axes.set_xlabel(f"Batch size (sequences{one})")
-    axes.set_title("Measured here")
+    repetitions = shown["repetitions"].max()
+    ranges = f"bars: median of {repetitions} repetitions, whiskers: range"
+    marks = ranges if repetitions > 1 else "one repetition"
+    waited = shown["waited_share"].max()
+    disturbed = f"\ndisturbed by other jobs: waited {waited:.0%} of the time for a core"
+    axes.set_title(f"Measured here ({marks})" + (disturbed if waited > DISTURBED else ""))
     axes.legend(loc="upper left", fontsize="small", framealpha=1, edgecolor="none")
 
 
