@@ -167,4 +167,4 @@ def test_bench_passes_its_options_on_and_writes_every_measurement(capsys, monkey
     assert err == "bf16 engine started\n"
     assert len(pd.read_csv(csv)) == 4
     decode = next(line.split() for line in out.splitlines() if " decode " in line)
-    assert decode == ["4", "16", "int8", "decode", "bf16", "True", "3.00", "2.00", "4.00"]
+    assert decode == ["4", "16", "int8", "decode", "bf16", "True", "3.00", "2.00", "4.00", "2", "NaN"]
