@@ -11,6 +11,9 @@ from matplotlib.image import imread
 
 from qurl import notebook
 
+# Beside other jobs a notebook takes many times as long.
+pytestmark = pytest.mark.timeout(900)
+
 NOTEBOOKS = notebook.project_root() / "notebooks"
 
 
@@ -61,7 +64,7 @@ def assert_pictures(pictures: list[np.ndarray], count: int) -> None:
     "parameters",
     [
         {"model": "tiny", "max_tokens": 8},
-        pytest.param({}, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param({}, marks=pytest.mark.slow),
     ],
 )
 def test_quantization(tmp_path, parameters):

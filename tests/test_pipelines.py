@@ -21,6 +21,9 @@ from qurl.experiments.results import Results
 from qurl.experiments.weight_update import WeightUpdateConfig
 from qurl.exploration import codes, gradients, training, uaq_step
 
+# Beside other jobs a notebook takes many times as long.
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = notebook.project_root()
 CONFIGS = {
     "pipelines/fig_speedup.ipynb": SpeedupConfig,
@@ -350,7 +353,6 @@ def test_fig_speedup_runs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_fig_speedup_from_anywhere(tmp_path):
     """Case N03: the root, /, and a new output folder give the same files, wherever the executed notebook goes."""
     pytest.importorskip("vllm")
@@ -377,7 +379,7 @@ def test_fig_speedup_from_anywhere(tmp_path):
     "parameters",
     [
         {"model": "tiny", "max_tokens": 8},
-        pytest.param({}, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param({}, marks=pytest.mark.slow),
     ],
 )
 def test_quickstart_runs(tmp_path, parameters):

@@ -14,7 +14,6 @@ from qurl.experiments.results import curves as run_windows
 from qurl.experiments.store import Run, RunStore
 from qurl.notebook import ParameterError, Parameters
 from qurl.plots import curves, windowed
-from qurl.rewards import completion_text
 
 
 class LiveTrainConfig(Parameters):
@@ -122,25 +121,3 @@ def run_curves_table(runs: dict[str, Run]) -> pd.DataFrame:
     for name, run in runs.items():
         tables.append(run_windows(run).assign(arm=arm_name(name, run), seed=run.spec.seed))
     return pd.concat(tables, ignore_index=True)
-
-
-class PartialCredit:
-    """A reward of notebook 90: the share of the answer's digits that are right, from the last one.
-
-    Unlike accuracy it rewards an answer that is almost right, so that groups without a right answer teach something.
-    """
-
-    def __init__(self):
-        self.__name__ = "partial_credit"
-
-    def __call__(self, prompts, completions, answer, **columns) -> list[float]:
-        """One number from 0 to 1 per completion."""
-        return [
-            self.credit(completion_text(text), gold) for text, gold in zip(completions, answer, strict=True)
-        ]
-
-    @staticmethod
-    def credit(text: str, gold: str) -> float:
-        """For one completion: its digits in their places over the digits of the longer of the two."""
-        right = sum(a == b for a, b in zip(reversed(text), reversed(gold), strict=False))
-        return right / max(len(text), len(gold), 1)
