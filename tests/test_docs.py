@@ -128,3 +128,11 @@ def test_results_page_has_the_numbers_of_its_tables(root, table):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[:2] == [row.label, f"{row.mean:.1f} ({row.low:.1f}–{row.high:.1f})"]
         assert ("–" if pd.isna(row.paper) else f"{row.paper:g}") in cells[2:]
+
+
+def test_committed_results_name_no_folder_of_a_machine(root):
+    files = [file for kind in ("json", "csv", "md") for file in root.glob(f"data/results/**/*.{kind}")]
+    assert len(files) > 50
+    assert [
+        str(file) for file in files if re.search(r"[\"'\s(](/root|/home|/tmp|/work)/", file.read_text())
+    ] == []
