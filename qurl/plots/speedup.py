@@ -7,10 +7,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qurl.contention import DISTURBED
-from qurl.plots.style import NAMES, PALETTE
+from qurl.plots.style import NAMES, PALETTE, PAPER
 from qurl.roofline import PAPER_RANGE
 
-_PAPER, _ROOFLINE = PALETTE[3], PALETTE[2]
+_ROOFLINE = PALETTE[2]
 # More bars than these are too narrow for numbers that lie.
 _UPRIGHT = 12
 _PHASE_LABELS = {"decode": "decode only", "whole rollout": "whole rollout (sync + prefill + decode)"}
@@ -153,9 +153,9 @@ def _draw_computed(axes, computed: pd.DataFrame, dtype: str) -> None:
         if pd.notna(low):
             reported = True
             axes.plot(
-                [position - 0.14] * 2, [low, high], color=_PAPER, linewidth=6, solid_capstyle="butt", zorder=3
+                [position - 0.14] * 2, [low, high], color=PAPER, linewidth=6, solid_capstyle="butt", zorder=3
             )
-            axes.plot(position - 0.14, (low + high) / 2, "D", color=_PAPER, markersize=7, zorder=4)
+            axes.plot(position - 0.14, (low + high) / 2, "D", color=PAPER, markersize=7, zorder=4)
     # "32B, 2x H100-SXM" becomes two short lines; memory size and socket stand in the GPUs' table.
     short = [
         case.replace(", ", "\n").replace("2x ", "2×").replace("-SXM", "").replace("-80G", "")
@@ -168,7 +168,7 @@ def _draw_computed(axes, computed: pd.DataFrame, dtype: str) -> None:
     )
     axes.set_title(f"{NAMES[dtype]} on GPUs: reported and computed, not measured here")
     handles = [
-        Line2D([], [], color=_PAPER, marker="D", linewidth=6, markersize=7, label="paper (reported)")
+        Line2D([], [], color=PAPER, marker="D", linewidth=6, markersize=7, label="paper (reported)")
         if reported
         else Line2D([], [], linestyle="", label=f"paper: no {NAMES[dtype]} numbers"),
         *(
