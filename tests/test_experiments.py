@@ -463,9 +463,7 @@ def test_dry_run_lists_commands_that_papermill_understands(tmp_path, finish_run)
     reproduce("smoke", ["tab_dapo"], 1, runs_dir=tmp_path, dry_run=True, report=lines.append)
     assert len(lines) == 10 and lines[0].endswith("# finished")
     # The finished run took a minute.
-    assert re.fullmatch(
-        r"# 1 of 8 runs finished, 0 running, 7 left; about \d+ min to go for the runs", lines[9]
-    )
+    assert re.fullmatch(r"# 1 of 8 runs finished, 0 running, 7 left; about \d+ min to go", lines[9])
     assert (
         lines[1].startswith("papermill ") and "-p objective naive" in lines[1] and "code_bits 4" in lines[1]
     )
