@@ -346,6 +346,23 @@ def test_an_arm_has_one_colour_in_all_figures():
     assert found == [tis, tis, first["BF16"], first["BF16"]]
 
 
+def test_arms_of_the_ablation_have_colours_of_their_own():
+    kinds = (
+        "",
+        " + UAQ 1.5",
+        " + rates of UAQ 1.5",
+        " + UAQ 2",
+        " + rates of UAQ 2",
+        ", 1.5 × rate",
+        ", 2 × rate",
+    )
+    labels = [f"INT8, ACR (QuRL){kind}" for kind in kinds]
+    names = ["acr", "acr-uaq1.5", "acr-uaq1.5rates", "acr-uaq2", "acr-uaq2rates", "acr-lr1.5x", "acr-lr2x"]
+    colours = list(arm_colours(labels).values())
+    assert len(set(colours)) == 7
+    assert list(arm_colours([f"dapo/cpu-int8-4bit-{name}" for name in names]).values()) == colours
+
+
 def test_colours_of_labels_that_name_no_arm():
     colours = arm_colours(["INT8, ACR", "mine", "yours"])
     assert len(set(colours.values())) == 3

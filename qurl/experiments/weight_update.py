@@ -285,7 +285,9 @@ def sample_batch(settings: Settings, report: Callable[[str], None] | None = None
                 row[f"codes_moved_{dtype}"] = moved
             rows.append(row)
             say(f"s = {s}: {row['equal_completions']:.0%} of {completions} completions as at s = 1")
-        description = engine.description | {"model": settings.model}  # not the folder, which is of this machine
+        description = engine.description | {
+            "model": settings.model
+        }  # not the folder, which is of this machine
     return Batch(task, prompts, first, pd.DataFrame(rows), description)
 
 

@@ -16,11 +16,14 @@ NAMES = {
 }
 PAPER = PALETTE[3]
 # By what a label or a run's name says of its arm, the first match. Arms beside ACR are darker where they are its
-# controls: lightness tells them apart without colour.
+# controls, and lighter for a scale or rate of 2: lightness tells them apart without colour.
 _ARMS = {
     r"\bbf16\b": "0.35",
+    r"rates of uaq 2\b|uaq2rates\b": sns.set_hls_values(PALETTE[5], l=0.4),
     r"rates\b": sns.set_hls_values(PALETTE[5], l=0.25),
+    r"uaq ?2\b": sns.set_hls_values(PALETTE[5], l=0.8),
     r"uaq": PALETTE[5],
+    r"\b2 × rate|\blr2x": sns.set_hls_values(PALETTE[0], l=0.7),
     r"× rate|\blr[\d.]+x": sns.set_hls_values(PALETTE[0], l=0.15),
     r"\bnaive\b": PALETTE[1],
     r"\bproximal\b": PALETTE[9],
