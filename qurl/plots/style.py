@@ -21,7 +21,7 @@ _ARMS = {
     r"\bbf16\b": "0.35",
     r"rates of uaq 2\b|uaq2rates\b": sns.set_hls_values(PALETTE[5], l=0.4),
     r"rates\b": sns.set_hls_values(PALETTE[5], l=0.25),
-    r"uaq ?2\b": sns.set_hls_values(PALETTE[5], l=0.8),
+    r"uaq ?2\b": sns.set_hls_values(PALETTE[5], l=0.72),
     r"uaq": PALETTE[5],
     r"\b2 × rate|\blr2x": sns.set_hls_values(PALETTE[0], l=0.7),
     r"× rate|\blr[\d.]+x": sns.set_hls_values(PALETTE[0], l=0.15),
