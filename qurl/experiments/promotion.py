@@ -19,8 +19,10 @@ Written by `qurl reproduce` from the `result.json` files below, which hold seeds
 Two arms are compared by their difference under the same seed, with its 95 % interval over seeds (Student's t).
 **Reproduced**: the whole interval is on the claim's side; **not reproduced**: on the other side; **undecided**: it
 holds both. Speed-ups and weight updates come from one measurement each; their reasons give the rule. A question of ours
-is one that the paper does not ask. Training runs at `cpu` are of the embedded 1.8M-parameter `tiny` on three-digit
-sums; **stress setting**: 4-bit codes in the INT8 kernels, since 8-bit codes hardly disturb so small a model.
+is one that the paper does not ask. Where `judge_again` judges a claim too, by 16 samples of each problem instead of
+one, its verdict is the one to go by. Training runs at `cpu` are of the embedded 1.8M-parameter `tiny` on three-digit
+sums; **stress setting**: 4-bit codes in the INT8 kernels of DAPO's and DeepScaleR's runs, since 8-bit codes hardly
+disturb so small a model; GSM8K's runs have 8 bits.
 """
 
 
